@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.utils import logging
 
 from .cache.cross_cache import CrossCache
-from .cache.image_layout import ImageLayout, rows_to
+from .cache.image_layout import rows_to
 from .cache.int8_cache import check_no_gradient, check_not_training
 from .cache.packed_samples import PackedText, check_packed_images
 from .cache.real_tokens import row_spans
@@ -32,7 +32,13 @@ from .decoders.activation_wrappers import recomputes_layers
 from .decoders.decoder import may_skip_layers
 from .decoders.packed_rows import find_samples
 from .decoders.text_inputs import check_covered
-from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
+from .images.conversation import (
+    ImagesOfCall,
+    PreparedImages,
+    TextOfCall,
+    read_images,
+    wrong_markers_of_known_images,
+)
 from .images.image_encoder import ImageEncoder
 from .images.image_inputs import NO_IMAGES, ImageInputs
 from .layers.context import CrossAttentionContext, Positions, Recorder, image_fields
@@ -150,7 +156,7 @@ def read_call(
         cache,
         None if cache is None else cache.cross_attention_cache,
         text_cache,
-        cache is None or cache.text_rows is None,
+        cache is None or cache.text_rows is None or cache.holds_no_text,
         use_cache,
         bool(output_attentions),
         uncached,
@@ -286,8 +292,10 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
         markers = _markers(config, call, decided, packed=samples is not None)
         if mask is None:
             _check_markers_of_images(config, call, markers, rows)
-            if images.new is not None and rows is None:
-                _check_markers_of_known_images(call, markers, layout, images.new.layout, progress)
+            if images.new is not None and rows is None and not call.starts and isinstance(call.images, ImageInputs):
+                wrong = wrong_markers_of_known_images(call.images, markers, layout, images.new.layout, progress)
+                if wrong is not None:
+                    raise ValueError(wrong)
     of_text = layout if rows is None else rows.layout_of_text(layout)
     sees, after = look(config.image_visibility, of_text, progress, markers, mask, call.rows, call.length, samples)
     return Decision(sees, after, False)
@@ -448,34 +456,6 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
             f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image that "
             f"`image_mask` shows, because of `image_visibility={config.image_visibility!r}`: {total.tolist()} images a "
             f"row, got {found.tolist()} markers, and a hidden image in front of others. Remove its marker."
-        )
-
-
-def _check_markers_of_known_images(
-    call: Call, markers: torch.Tensor, layout: ImageLayout, new: ImageLayout, progress: TextProgress
-) -> None:
-    """Raises a `ValueError` if a row has a marker for each of its images, but the cache takes some of them for its own.
-
-    Then a new image would be shown at the marker of a cached one, which the caller has sent once more.
-
-    Args:
-        layout ([`ImageLayout`]): of all images, cached and new.
-        new ([`ImageLayout`]): of the new images.
-    """
-    if call.starts or not isinstance(call.images, ImageInputs) or torch.compiler.is_compiling() or is_fake(markers):
-        return
-    given, total, fresh = (
-        rows_to(each.to(markers.device), call.rows) for each in (call.images.counts, layout.counts, new.counts)
-    )
-    waiting = total if progress.counts is None else total - progress.counts.rows_to(call.rows).state[:, 0]
-    wrong = (markers.sum(dim=-1) == given) & (waiting != given) & (fresh > 0) & (fresh != given)
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"Row {row}: expected one image marker for each of {int(waiting[row])} images without one, got "
-            f"{int(given[row])}. The call gives {int(given[row])} images, which begin with those of `past_key_values`: "
-            "these count as the same. To send one of them again, pass all images of the conversation and then the new "
-            "ones."
         )
 
 

@@ -23,7 +23,7 @@ from .cache.image_cache import ImageCache
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
 from .call import why_uncached
 from .decoders.text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary
-from .images.conversation import PreparedImages, TextOfCall, read_images
+from .images.conversation import PreparedImages, TextOfCall, read_images, wrong_markers_of_known_images
 from .images.image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .layers.image_rows import refuse_to_cache
@@ -44,6 +44,10 @@ NOT_FOR_FORWARD = (*OF_STEPS, "tokenizer", "assistant_tokenizer")
 OF_LAYERS = {"attentions", "hidden_states", "cross_attentions"}  # outputs that `generate` collects
 # The argument of `forward` for images that `generate` has encoded.
 IMAGES = "image_inputs"
+NO_MARKERS = (
+    "The text of `generate` has no image marker, so with `image_visibility` other than 'all' it sees none of the "
+    "images in `past_key_values`. Write a marker (`image_token_id`) where each image belongs."
+)
 HOLDS_TEXT = (
     "`past_key_values` from `encode_images` holds text, which a `forward` has written into it: the text of `generate` "
     "must begin with the same. To keep images without text, pass `past_key_values.fork(DynamicCache())` to `forward`."
@@ -98,6 +102,7 @@ class _ImagesOfGenerate:
     text: TextOfCall
     attentions: StepAttentions
     before: _ReadBefore | None  # None without text in the cache
+    markers: torch.Tensor | None  # `(B, T)` of the new text behind cached text; None where they decide nothing
 
 
 class _ReadBefore(NamedTuple):
@@ -173,7 +178,8 @@ class XAttnGenerationMixin:
             attentions = StepAttentions(length.new)
             in_ids = text.shape[1] - length.new
             before = _ReadBefore(text.shape[1], in_ids, length.cached - in_ids, mask) if length.cached else None
-            kwargs[IMAGES] = _ImagesOfGenerate(images, length, attentions, before)
+            markers = self._markers_behind(input_ids, images, length)
+            kwargs[IMAGES] = _ImagesOfGenerate(images, length, attentions, before, markers)
         base: Any = super()
         try:
             output = base.generate(inputs, *args, **kwargs)
@@ -254,6 +260,11 @@ class XAttnGenerationMixin:
         cache = model_kwargs["past_key_values"] = XAttnCache.adopt(cache)
         if request is not None:
             images = self.model.add_images(cache, request.inputs, request.text)
+            new = images.new or images.stored
+            if request.markers is not None and images.layout is not None and new is not None:
+                places = (images.layout, new.layout, cache.current_progress())
+                if (wrong := wrong_markers_of_known_images(request.inputs, request.markers, *places)) is not None:
+                    logger.warning_once(wrong)
             cache.progress = cache.current_progress().with_coming(images.mask)
         if isinstance(cache.self_attention_cache, StaticCache):
             cache.cross_attention_cache.mark_static()
@@ -305,6 +316,15 @@ class XAttnGenerationMixin:
         if images.new is not None:
             model_kwargs[IMAGES] = PreparedImages(images.new, images.mask)
 
+    def _markers_behind(
+        self, input_ids: torch.Tensor | None, images: ImageInputs, text: TextOfCall
+    ) -> torch.Tensor | None:
+        """The image markers of new text behind cached text, where they decide what the text sees of new images."""
+        marker, decides = self.config.image_token_id, self.config.image_visibility != "all" and images.text_mask is None
+        if input_ids is None or marker is None or not (text.cached and decides and images.images is not None):
+            return None
+        return input_ids[:, -text.new :] == marker
+
     def _check_markers(self, input_ids: torch.Tensor | None, images: ImageInputs, cache: XAttnCache | None) -> None:
         """Raises where the text of a first call has image markers and no images, or other numbers of the two."""
         marker = self.config.image_token_id
@@ -320,8 +340,12 @@ class XAttnGenerationMixin:
                     "`encode_images`."
                 )
             return
-        if self.config.image_visibility == "all" or cached or images.images is None or images.text_mask is not None:
-            return  # the markers decide nothing, or less than the cache and the mask
+        if self.config.image_visibility == "all" or images.text_mask is not None:
+            return  # the markers decide nothing, or less than the mask
+        if cached and images.images is None and not markers.any():
+            logger.warning_once(NO_MARKERS)
+        if cached or images.images is None:
+            return
         real = images.real_images
         counts = torch.full(images.images.shape[:1], images.images.shape[1]) if real is None else real.sum(dim=-1).cpu()
         if counts.shape == markers.shape and not torch.equal(markers.cpu(), counts):

@@ -20,6 +20,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
 )
+from transformers.utils import logging
 
 from ..utils.tensor_checks import type_name
 from ..utils.transformers_api import DummyLayer, empty_dynamic_layers
@@ -28,10 +29,17 @@ from .pytrees import Note
 from .text_progress import History, TextProgress
 
 
+logger = logging.get_logger(__name__)
+
 REMOVED = (
     "Expected no new images, because `past_key_values` holds images of text that was removed (by `crop`, or a call "
     "that failed): a marker would show them in place of the new ones. Go on with a copy of the cache that was made "
     "before these images came, or pass all text and images to an empty cache."
+)
+LOST_MARKER = (
+    "New images come into `past_key_values` after text with an image marker was removed, by `crop`. The images of that "
+    "text are still there: the next markers show them, and not the new ones, unless they were given again. Go on with "
+    "a copy of the cache that was made before these images came, or pass all text and images to an empty cache."
 )
 BROKEN = (
     "An earlier call with `past_key_values` failed and may have left a part of its text there. Start from an empty "
@@ -68,6 +76,7 @@ class XAttnCache(EncoderDecoderCache):
         self.progress = TextProgress(history=History.empty())
         self._rows: Note[int | None] = Note(None)
         self._images_at: Note[int] = Note(-1)
+        self._lost_marker = False  # whether text with an image marker was removed
         self.text_length: torch.Tensor | None = None
         self.text_padding: torch.Tensor | None = None
         self.broken: str | None = None  # why no call may go on with the text
@@ -115,20 +124,33 @@ class XAttnCache(EncoderDecoderCache):
     def text_rows(self, rows: int | None) -> None:
         self._rows = Note(rows)
 
+    @property
+    def holds_no_text(self) -> bool:
+        """Whether there is no text yet, although there may be rows for it; False where that is not known at once."""
+        return not torch.compiler.is_compiling() and self.can_be_cropped and not self.get_seq_length()
+
     def note_images(self, text_len: int) -> None:
         """Notes that the last images came with the last `text_len` text tokens, or with the text that comes next (0).
 
         Images of `encode_images`, without a text, came with the token before: removing the text leaves them.
         """
-        if self.can_be_cropped and not torch.compiler.is_compiling():
+        if not self.is_stateful() and not torch.compiler.is_compiling():
             self._images_at = Note(int(self.get_seq_length()) - text_len)
 
     def check_images_read(self) -> None:
         """Raises a `ValueError` if the text of the last images was removed: new images would come behind them."""
-        if not self.can_be_cropped or torch.compiler.is_compiling():
+        if self.is_stateful() or torch.compiler.is_compiling():
             return
-        if int(self.get_seq_length()) <= getattr(self._images_at, "value", -1):
+        length = int(self.get_seq_length())
+        if length <= getattr(self._images_at, "value", -1):
             raise ValueError(REMOVED)
+        if self._lost_marker or self._removes_markers(length):
+            logger.warning_once(LOST_MARKER)
+
+    def _removes_markers(self, length: int) -> bool:
+        """Whether the text behind the first `length` tokens has image markers that count."""
+        history = self.progress.known_history
+        return history is not None and history.counted is not None and bool(history.counted[:, length:].any())
 
     def check_usable(self, batch_size: int, text_len: int) -> None:
         """Raises a `ValueError` if an earlier call broke the cache, or its rows do not fit those of the new text."""
@@ -271,6 +293,7 @@ class XAttnCache(EncoderDecoderCache):
             )
         super().crop(tokens_to_remove)
         if self.can_be_cropped:
+            self._lost_marker = self._lost_marker or self._removes_markers(int(self.get_seq_length()))
             self.progress = self.current_progress()
 
     def reset(self) -> None:
@@ -294,13 +317,13 @@ def whole_or_not_at_all(cache: XAttnCache | None) -> Iterator[None]:
     images, length = cache.cross_attention_cache.state(), cache.get_seq_length()
     length = length.clone() if isinstance(length, torch.Tensor) else length  # a static layer counts in place
     text = (cache.progress, cache.text_rows, cache.text_length, cache.text_padding, dict(cache.is_updated))
-    images_at = cache._images_at
+    images_at = cache._images_at, cache._lost_marker
     try:
         yield
     except BaseException:
         cache.broken = BROKEN  # until all is restored
         cache.cross_attention_cache.restore(images)
-        cache._images_at = images_at
+        cache._images_at, cache._lost_marker = images_at
         cache.progress, cache.text_rows, cache.text_length, cache.text_padding, cache.is_updated = text
         cache.broken = None if _crop_text(cache, int(length)) else BROKEN
         raise

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
-from ..cache.image_layout import ImageLayout
+from ..cache.image_layout import ImageLayout, rows_to
 from ..cache.packed_samples import PackedText
 from ..cache.pytrees import dataclass_node
-from ..cache.text_progress import CallersMask
+from ..cache.text_progress import CallersMask, TextProgress
 from ..cache.xattn_cache import XAttnCache
 from ..configuration_xattn import XAttnConfig
 from ..layers.image_rows import ImageRows
-from ..utils.tensor_checks import type_name
+from ..utils.tensor_checks import is_fake, type_name
 from .image_encoder import ImageEncoder, NewImages, StoredImages
 from .image_inputs import NO_IMAGES, ImageInputs
 from .image_positions import check_hides_last, place_in_samples
@@ -111,6 +111,39 @@ def _narrowed(config: XAttnConfig, cached: ImageLayout, inputs: ImageInputs, has
     if inputs.image_mask is not None:
         check_hides_last(config, inputs.image_mask, cached)
     return cached.narrowed(inputs.image_mask, inputs.token_mask)
+
+
+def wrong_markers_of_known_images(
+    inputs: ImageInputs, markers: torch.Tensor, layout: ImageLayout, new: ImageLayout, progress: TextProgress
+) -> str | None:
+    """The error if a row has a marker for each of its images, but the cache takes some of them for its own, or None.
+
+    Then a new image would be shown at the marker of a cached one, which the caller has sent once more.
+
+    Args:
+        inputs ([`ImageInputs`]): of a call with images behind cached text.
+        markers (`torch.BoolTensor`): `(B, T)`, True where the new text holds a marker.
+        layout ([`ImageLayout`]): of all images, cached and new.
+        new ([`ImageLayout`]): of the new images.
+        progress ([`TextProgress`]): of the cached text.
+    """
+    rows = markers.shape[0]
+    if torch.compiler.is_compiling() or is_fake(markers):
+        return None
+    given, total, fresh = (
+        rows_to(each.to(markers.device), rows) for each in (inputs.counts, layout.counts, new.counts)
+    )
+    waiting = total if progress.counts is None else total - progress.counts.rows_to(rows).state[:, 0]
+    wrong = (markers.sum(dim=-1) == given) & (waiting != given) & (fresh > 0) & (fresh != given)
+    if not bool(wrong.any()):
+        return None
+    row = int(wrong.nonzero()[0])
+    return (
+        f"Row {row}: expected one image marker for each of {int(waiting[row])} images without one, got "
+        f"{int(given[row])}. The call gives {int(given[row])} images, which begin with those of `past_key_values`: "
+        "these count as the same. To send one of them again, pass all images of the conversation and then the new "
+        "ones."
+    )
 
 
 @dataclass_node

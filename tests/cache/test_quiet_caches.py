@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from tiny_models import make_model, make_text, pixels, randomize, strengthen, token_ids, vision_config
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
+from transformers.utils.logging import warning_once
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.cache.digests import digest
@@ -137,3 +138,94 @@ def test_a_picture_that_is_turned_is_another_one():
     """A white picture of 64 x 32 pixels that is taken for the cached one of 32 x 64."""
     upright, lying = torch.ones(1, 1, 3, 64, 32), torch.ones(1, 1, 3, 32, 64)
     assert int(digest(upright)) != int(digest(lying)) and int(digest(upright)) == int(digest(upright.clone()))
+
+
+def marked(model_rule="latest"):
+    """A model whose text sees images by their markers, and ids without a marker."""
+    model = strengthen(make_model(image_token_id=5, image_visibility=model_rule))
+
+    def ids(length, *markers, seed=0):
+        drawn = token_ids(1, length, seed=seed)
+        drawn[drawn == 5] = 6
+        drawn[0, list(markers)] = 5
+        return drawn
+
+    return model, ids
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["crop", "crop of the text half"])
+def test_marker_of_removed_text(way):
+    """A picture that is answered with the one of a question that was taken back to the system prompt."""
+    model, ids = marked()
+    system, asked = ids(6, seed=1), ids(5, 0, seed=2)
+    for length, warns in ((5, True), (4, False)):
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        model(torch.cat([system, asked], dim=1), pixel_values=pixels(1, 1), past_key_values=cache)
+        (cache if way == "crop" else cache.self_attention_cache).crop(-length)
+        warning_once.cache_clear()
+        with CaptureLogger(logging.get_logger("hf_xattn.cache.xattn_cache")) as said:
+            model(ids(5, 0, seed=3), pixel_values=pixels(1, 1, seed=8), past_key_values=cache)
+        assert ("the next markers show them, and not the new ones" in said.out) == warns
+
+
+@torch.no_grad()
+def test_static_cache_after_a_failed_prefill():
+    """A picture that is answered with the one of a call that failed before it had read anything."""
+    model, _ = marked()
+    cache = EncoderDecoderCache(StaticCache(config=model.config.text_config, max_cache_len=32), DynamicCache())
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    handle = model.model.text_model.register_forward_pre_hook(fail)
+    ids = token_ids(1)
+    ids[0, 1:], ids[0, 0] = 7, 5
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.generate(ids, pixel_values=pixels(1, 1), past_key_values=cache, **GREEDY)
+    handle.remove()
+    with pytest.raises(ValueError, match="holds images of text that was removed"):
+        model.generate(ids, pixel_values=pixels(1, 1, seed=8), past_key_values=cache, **GREEDY)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["select", "repeat", "reorder"])
+def test_images_of_other_weights_in_other_rows(change):
+    """Keys and values of weights that have changed since, because rows for text count as text."""
+    model = make_model()
+    cache = model.encode_images(pixel_values=pixels(2, 1))
+    rows = torch.tensor([1, 0])
+    if change == "select":
+        cache.batch_select_indices(rows)
+    elif change == "repeat":
+        cache.batch_repeat_interleave(2)
+    else:
+        cache.reorder_cache(rows)
+    model.blocks[0].attn.k_proj.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="holds images that another model encoded, or this one with other"):
+        model(token_ids(4 if change == "repeat" else 2), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_picture_sent_again_in_a_later_turn():
+    """A new picture at the marker of one that the cache takes for its own."""
+    model, ids = marked()
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    first, second = pixels(1, 1), pixels(1, 1, seed=8)
+    text = model.generate(ids(6, 0), pixel_values=first, past_key_values=cache, **GREEDY)
+    both = torch.cat([first, second], dim=1)
+    with CaptureLogger(logging.get_logger("hf_xattn.generation_xattn")) as said:
+        text = torch.cat([text, ids(8, 1, 5, seed=3)], dim=1)
+        model.generate(text, pixel_values=both, past_key_values=cache, **GREEDY)
+    assert "Row 0: expected one image marker for each of 1 images without one, got 2" in said.out
+
+
+@torch.no_grad()
+def test_text_without_markers_of_encoded_images():
+    """An answer that has seen no image, as if there were none."""
+    model, ids = marked()
+    cache = model.encode_images(pixel_values=pixels(1, 1))
+    for markers, warns in (((0,), False), ((), True)):
+        with CaptureLogger(logging.get_logger("hf_xattn.generation_xattn")) as said:
+            model.generate(ids(6, *markers), past_key_values=cache, **GREEDY)
+        assert ("The text of `generate` has no image marker" in said.out) == warns
