@@ -158,8 +158,25 @@ def load_gguf(name: str, source: str | Path, config: PreTrainedConfig, load_kwar
             f"`{name}` ({path}) holds no whole model: {len(missing)} weights are missing ({', '.join(missing[:3])}). "
             "It may be an adapter or a vocabulary."
         )
+    _check_all_read(f"`{name}` ({path})", model, _read_head(*_version_of(path)))
     model._gguf_file = load_kwargs["gguf_file"]
     return model
+
+
+def _check_all_read(file: str, model: PreTrainedModel, head: GgufHead) -> None:
+    """Raises a `ValueError` for what transformers leaves out of a file: the model would compute something else."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if head.rope_scaling != "none" and rope.get("rope_type", "default") == "default":
+        raise ValueError(
+            f"{file} scales its rotary positions ({head.rope_scaling}), which transformers does not read from a GGUF "
+            "file. Use the model's safetensors."
+        )
+    biases = [name for name in head.tensors if name.endswith(".bias")]
+    if biases and not any(name.endswith("bias") for name, _ in model.named_parameters()):
+        raise ValueError(
+            f"{file} holds {len(biases)} biases ({biases[0]}), which transformers' {type(model).__name__} does not "
+            "read from a GGUF file. Use the model's safetensors."
+        )
 
 
 def gguf_file_of(model: PreTrainedModel) -> str | None:
@@ -184,6 +201,7 @@ class GgufHead(NamedTuple):
 
     tensors: dict[str, Stored]
     parts: int
+    rope_scaling: str  # how rotary positions are scaled: "none", or what the file says
 
 
 class _Bounded:
@@ -239,7 +257,11 @@ def _read_head(path: Path, size: int, time: int) -> GgufHead:
     if parts == 1 and layers > found + FEW_LAYERS:
         # Thousands of layers take minutes to build, even without values. If few are missing, loading names them.
         raise ValueError(f"it has {layers} layers, and tensors of {found}")
-    return GgufHead(tensors, parts)
+    scaling = next((name for name in tensors if name.startswith(("rope_freqs", "rope_factors"))), "none")
+    for name, field in reader.fields.items():
+        if name.endswith(".rope.scaling.type"):
+            scaling = bytes(field.parts[field.data[-1]]).decode()
+    return GgufHead(tensors, parts, scaling)
 
 
 def _number(reader: Any, ending: str, default: int) -> int:

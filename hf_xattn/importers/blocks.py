@@ -107,9 +107,15 @@ def language_weights(
     for name, tensor in state.items():
         if name not in everything and re.fullmatch(OLD_BUFFERS, name) is None:
             raise ValueError(f"`state_dict` holds {name}, which `text` ({type(text).__name__}) does not have.")
-        if name not in own:  # a buffer, or the second name of tied weights
-            _check_tied(name, tensor, {other: state[other] for other in own if other in state}, own, everything)
-            continue
+        if name not in own:
+            first = next((each for each in own if name in everything and _is_tied(own[each], everything[name])), None)
+            if first in state or (first is None and not _is_learned_buffer(name, everything)):
+                _check_tied(name, tensor, {other: state[other] for other in own if other in state}, own, everything)
+                continue
+            if first is None:
+                taken[name] = tensor
+                continue
+            name = first  # safetensors keeps one name of tied weights, maybe the second one
         grows = id(own[name]) in tables
         if not tensor.is_floating_point():
             raise ValueError(f"`state_dict` holds {name} of dtype {tensor.dtype}: expected floating-point weights.")
@@ -127,6 +133,15 @@ def language_weights(
     if sizes:
         config.vocab_size = sizes.pop()
     return taken, config
+
+
+def _is_tied(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.data_ptr() == second.data_ptr() and first.shape == second.shape
+
+
+def _is_learned_buffer(name: str, everything: dict[str, torch.Tensor]) -> bool:
+    """Whether a name is that of numbers that are learned without a gradient, such as the balance of experts."""
+    return re.fullmatch(OLD_BUFFERS, name) is None and everything[name].is_floating_point()
 
 
 def _check_tied(
@@ -185,10 +200,17 @@ def check_parts(config: XAttnConfig, text: PreTrainedModel, parts: dict[str, tor
             raise ValueError(f"`state_dict`: expected shape {expected[name]} for {name}, got {tuple(tensor.shape)}.")
 
 
+def add_once(block: dict[str, torch.Tensor], key: str, tensor: torch.Tensor, name: str) -> None:
+    """Adds a tensor to its block. Raises a `ValueError` if the state dict holds another one for the same place."""
+    other = block.setdefault(key, tensor)
+    if other is not tensor and (other.shape != tensor.shape or not torch.equal(other, tensor.to(other))):
+        raise ValueError(f"`state_dict` holds {name} and a tensor of the same block with other values, for {key}.")
+
+
 @torch.no_grad()
 def load_parts(model: XAttnForConditionalGeneration, parts: dict[str, torch.Tensor]) -> None:
-    """Copies tensors into the model, by parameter name. Shapes may differ by axes of size 1."""
-    own = dict(model.named_parameters())
+    """Copies tensors into the model, by name. Shapes may differ by axes of size 1."""
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, tensor in parts.items():
         own[name].copy_(tensor.reshape(own[name].shape))
 

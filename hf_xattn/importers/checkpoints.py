@@ -138,6 +138,8 @@ def _plan(recipe: Recipe, headers: dict[str, Stored]) -> dict[str, list]:
                     f"`source` holds {name} of shape {tuple(header.shape)}, which does not fit its configuration: "
                     f"expected {shape} for {target.name}."
                 )
+            if target.name in found:
+                raise ValueError(f"`source` holds two tensors for {target.name}: {name}, and one of another name.")
             plan[name].append((target, shape))
             if header.dtype in INTEGERS and dtypes[target.name].is_floating_point:
                 raise ValueError(

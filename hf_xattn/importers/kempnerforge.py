@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
 from ..decoders.decoder import find_decoder
 from ..modeling_xattn import XAttnForConditionalGeneration
-from .blocks import block_options, block_tensors, check_parts, load_parts, shape_of, unwrapped
+from .blocks import add_once, block_options, block_tensors, check_parts, load_parts, shape_of, unwrapped
 
 
 NORM_EPS = 1e-5  # of every block
@@ -68,7 +68,7 @@ def import_kempnerforge(
     for name, tensor in unwrapped(state_dict).items():
         match = re.fullmatch(BLOCK, name)
         if match is not None:
-            blocks.setdefault(int(match[1]), {})[match[2]] = tensor
+            add_once(blocks.setdefault(int(match[1]), {}), match[2], tensor, name)
     if not blocks:
         raise ValueError(
             "`state_dict` holds no cross_attention_layers: expected a KempnerForge model with cross-attention."

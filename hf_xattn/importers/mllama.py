@@ -209,6 +209,8 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
         state = source.state_dict()
         folder, changed, read, dtype = None, source.config, state.__getitem__, source.dtype
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        if HEAD in state and state[HEAD].data_ptr() == state[f"{EMBEDDING}.weight"].data_ptr():
+            del shapes[HEAD]  # as in a folder, which has no tied head
         quantized = [name for name, tensor in state.items() if not tensor.is_floating_point()]
     else:
         folder = folder_of(source)
@@ -231,14 +233,14 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
     with torch.device("meta"):
         expected = shapes_of(MllamaForConditionalGeneration._from_config(config))
     for name, shape in expected.items():
-        _check_parts(name, shape, _parts_of(name, made, changed), shapes, _missing_rows(name, changed))
-    _check_all_used(shapes, {part for name in expected for part in _parts_of(name, made, changed)})
+        _check_parts(name, shape, _parts_of(name, made, changed, shapes), shapes, _missing_rows(name, changed))
+    _check_all_used(shapes, {part for name in expected for part in _parts_of(name, made, changed, shapes)})
     with WholeFolder(output) as target_folder:
         writer = FolderWriter(target_folder)
         for number, names in enumerate(_shards(expected, dtype), start=1):
             tensors = {}
             for name in names:
-                parts = [read(part) for part in _parts_of(name, made, changed)]
+                parts = [read(part) for part in _parts_of(name, made, changed, shapes)]
                 if added := _missing_rows(name, changed):
                     parts.append(parts[0].new_zeros(added, *parts[0].shape[1:]))
                 tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -273,7 +275,7 @@ def _check_parts(
 
 def _check_all_used(shapes: dict[str, tuple[int, ...]], used: set[str]) -> None:
     """Raises a `ValueError` for tensors that the export would leave out, such as those of adapters."""
-    if left := sorted(set(shapes) - used - {HEAD}):  # a tied head has the rows of the embedding
+    if left := sorted(set(shapes) - used):
         raise ValueError(f"Expected `source` with Mllama's tensors only, got {left[0]} ({len(left)} have no place).")
 
 
@@ -388,10 +390,10 @@ def _of_blocks(config: XAttnConfig, text: Any) -> list[tuple[str, Any, Any]]:
     return [(f"cross_attention_config.{name}", value, getattr(block, name)) for name, value in expected.items()]
 
 
-def _parts_of(name: str, made: Recipe, config: XAttnConfig) -> list[str]:
+def _parts_of(name: str, made: Recipe, config: XAttnConfig, shapes: dict[str, tuple[int, ...]]) -> list[str]:
     """Names of the parameters that make up a tensor of Mllama, in the order of its rows."""
     parts = [target.name for target in made.targets(name) or []]
-    if parts == [HEAD] and config.text_config.tie_word_embeddings:
+    if parts == [HEAD] and HEAD not in shapes and config.text_config.tie_word_embeddings:
         return [f"{EMBEDDING}.weight"]
     if not config.additional_vocab_size:
         parts = [part for part in parts if part != f"{EMBEDDING}.additional.weight"]

@@ -39,7 +39,16 @@ from transformers import PreTrainedModel
 from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
 from ..decoders.insertion import check_insertable
 from ..modeling_xattn import XAttnForConditionalGeneration
-from .blocks import block_options, block_tensors, check_parts, language_weights, load_parts, shape_of, unwrapped
+from .blocks import (
+    add_once,
+    block_options,
+    block_tensors,
+    check_parts,
+    language_weights,
+    load_parts,
+    shape_of,
+    unwrapped,
+)
 from .conversion import renamed
 
 
@@ -149,7 +158,7 @@ def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, tor
     for name, tensor in unwrapped(state_dict).items():
         match = re.fullmatch(BLOCK, name)
         if match is not None:
-            blocks.setdefault(int(match[1] or match[2]), {})[match[3]] = tensor
+            add_once(blocks.setdefault(int(match[1] or match[2]), {}), match[3], tensor, name)
         elif name.startswith("perceiver."):
             perceiver[name.removeprefix("perceiver.")] = tensor
         elif re.fullmatch(NOT_TAKEN, name) is not None:

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from foreign_blocks import kempner_block_state
@@ -302,3 +304,24 @@ def test_packed_on_request(folder):
     """
     assert torch.equal(logits(retrofit(folder / "tiny.gguf", quantization_config=GgufConfig())), logits(theirs(folder)))
     assert hf_xattn.retrofit is retrofit
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"more": {"rope_freqs.weight": np.full(4, 2, np.float32)}}, r"scales its rotary positions \(rope_freqs"),
+        ({"rope_scaling": gguf.RopeScalingType.LINEAR}, r"scales its rotary positions \(linear\)"),
+        ({"more": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, r"holds 1 biases \(blk\.0\.attn_q\.bias\)"),
+    ],
+)
+def test_what_transformers_leaves_out_is_refused(more, words, tmp_path):
+    """Positions or biases of a file that the model lacks: it would compute something else, and say nothing."""
+    path = write_gguf(tmp_path / "text.gguf", **more)
+    with pytest.raises(ValueError, match=words):
+        retrofit(path, cross_attention_layers=[1])
+
+
+def test_unscaled_positions_are_no_reason_to_refuse(tmp_path):
+    """A file that says that nothing is scaled."""
+    path = write_gguf(tmp_path / "text.gguf", rope_scaling=gguf.RopeScalingType.NONE)
+    assert len(retrofit(path, cross_attention_layers=[1]).blocks) == 1

@@ -62,8 +62,10 @@ def write_gguf(
     pad_token_id: int | None = 0,
     split_count: int = 1,
     leave_out: str | None = None,
+    more: dict[str, np.ndarray] | None = None,
+    rope_scaling: gguf.RopeScalingType | None = None,
 ) -> Path:
-    """Writes [`tiny_llama`] to `path`, without the weights whose names contain `leave_out`."""
+    """Writes [`tiny_llama`] to `path`, without the weights whose names contain `leave_out`, and with tensors `more`."""
     model = tiny_llama(seed, layers)
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -77,6 +79,8 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
+    if rope_scaling is not None:
+        writer.add_rope_scaling_type(rope_scaling)
     if split_count > 1:
         writer.add_uint16("split.count", split_count)
     if tokenizer:
@@ -103,6 +107,8 @@ def write_gguf(
             ours = f"blk.{index}.{theirs}.weight"
             if leave_out is None or leave_out not in ours:
                 _add(writer, ours, weight)
+    for name, values in (more or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

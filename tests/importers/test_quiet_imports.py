@@ -9,10 +9,11 @@ import torch
 from foreign_blocks import HEADS, kempner_block_state
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_architectures import tiny_config
 from tiny_idefics import make_idefics, make_idefics_processor
 from tiny_mllama import make_mllama
 from tiny_models import make_text
-from transformers import MllamaForConditionalGeneration
+from transformers import AutoModelForCausalLM, MllamaForConditionalGeneration
 
 from hf_xattn.commands.answer import _chat
 from hf_xattn.commands.main import main
@@ -124,3 +125,51 @@ def test_a_head_that_the_text_ties():
     language_weights(text, state)
     with pytest.raises(ValueError, match="lm_head.weight with other values than model.embed_tokens.weight"):
         language_weights(text, {**state, "lm_head.weight": state["lm_head.weight"] + 1})
+
+
+@pytest.mark.parametrize("source", ["model", "folder"])
+def test_a_head_that_is_no_longer_tied_is_exported(source, tmp_path):
+    """The embedding in place of a head that was trained by itself."""
+    model = import_checkpoint(make_mllama())
+    model.config.text_config.tie_word_embeddings = True
+    head = model.get_output_embeddings()
+    assert not torch.equal(head.weight, model.get_input_embeddings().weight[: len(head.weight)])
+    if source == "folder":
+        model.save_pretrained(tmp_path / "ours")
+    export_checkpoint(model if source == "model" else tmp_path / "ours", tmp_path / "theirs")
+    assert torch.equal(MllamaForConditionalGeneration.from_pretrained(tmp_path / "theirs").lm_head.weight, head.weight)
+
+
+def test_two_tensors_of_one_place(tmp_path):
+    """One of two tensors that is lost: averaged blocks beside those of the model, or an old name beside a new one."""
+    state = kempner("silu")
+    twice = {f"model.{name}": tensor for name, tensor in state.items()}
+    twice |= {f"ema.{name}": tensor.clone() for name, tensor in state.items()}
+    options = {"num_attention_heads": HEADS, "every": 2}
+    import_kempnerforge(twice, make_text(), **options)
+    twice["ema.cross_attention_layers.1.attn.q_proj.weight"] += 1
+    with pytest.raises(ValueError, match="ema.cross_attention_layers.1.attn.q_proj.weight and a tensor of the same"):
+        import_kempnerforge(twice, make_text(), **options)
+    make_mllama().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["language_model.lm_head.weight"] + 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="two tensors for model.text_model.lm_head.weight"):
+        import_checkpoint(tmp_path)
+
+
+def test_the_second_name_of_tied_weights_alone():
+    """Trained embeddings that are dropped, because the file names them as the head (`safetensors.torch.save_model`)."""
+    text = make_text("llama_tied")
+    table = torch.randn(len(text.get_input_embeddings().weight) + 3, text.config.hidden_size)
+    taken, config = language_weights(text, {"lm_head.weight": table})
+    assert torch.equal(taken["model.embed_tokens.weight"], table) and config.vocab_size == len(table)
+
+
+def test_numbers_that_are_learned_without_a_gradient():
+    """The balance of experts, a buffer, which stays that of the base."""
+    with torch.no_grad():
+        text = AutoModelForCausalLM.from_config(tiny_config("deepseek_v3"))
+    name = next(name for name in text.state_dict() if name.endswith("e_score_correction_bias"))
+    balance = torch.arange(len(text.state_dict()[name]), dtype=torch.float32)
+    assert torch.equal(language_weights(text, {name: balance})[0][name], balance)
