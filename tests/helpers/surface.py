@@ -27,6 +27,7 @@ TRANSFORMERS = {
     "disable_input_require_grads",
     "enable_input_require_grads",
     "from_pretrained",
+    "get_compiled_call",
     "get_decoder",
     "get_encoder",
     "get_input_embeddings",
