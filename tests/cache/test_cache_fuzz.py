@@ -11,7 +11,7 @@ import pytest
 from random_talks import THEMES, check
 
 
-NUM_QUICK, NUM_SLOW = 200, 5200
+NUM_QUICK, NUM_SLOW = 120, 5280
 
 
 def seeds(first: int, count: int) -> list:

@@ -446,6 +446,7 @@ def test_a_mask_as_long_as_a_static_cache():
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_compiled_training():
     """A compiled step, which cannot look at positions, and joins the samples; one graph."""
     model = without_dropout(make_model(vision=False, image_token_id=MARKER))

@@ -117,6 +117,7 @@ def test_the_model_has_the_name_of_its_folder(tmp_path):
     not Path("/proc/self/status").exists(),
     reason="the memory of a process is in /proc/self/status, which only Linux has",
 )
+@pytest.mark.slow
 def test_memory_of_one_file(tmp_path):
     """A conversion that holds more than one file of weights at a time, so that large checkpoints
     need large machines.

@@ -214,6 +214,7 @@ def test_balancing_loss_of_experts_stays():
     assert torch.allclose(outputs.loss, plain + 0.001 * outputs.aux_loss, atol=1e-6) and outputs.aux_loss > 0
 
 
+@pytest.mark.slow
 def test_compiled_losses_refuse_markers_too():
     """Compiled code, which cannot raise by itself: a loss that is too small."""
     model, data = make_model(image_token_id=MARKER), Marked()

@@ -288,6 +288,7 @@ def history(output, step):
     return [entry for entry in state["log_history"] if "loss" in entry]
 
 
+@pytest.mark.slow
 def test_accumulated_processes_and_features(model, tmp_path, capsys):
     """A mean of means over micro-batches or processes with other numbers of texts; a process without a text that waits
     for ever; features that give another loss than pixels.

@@ -95,6 +95,7 @@ def test_killed(moment, number, before, skipped, arguments, whole, tmp_path):
     assert "| optimizer steps | 10 |" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(arguments, whole, tmp_path):
     """A checkpoint that is killed a second time, with files of both times: it looks complete."""
     command = [*arguments, "--output", str(tmp_path / "out")]

@@ -90,7 +90,7 @@ REASONS = {4: "'gone.png' does not exist", 11: "'answer' is missing", 18: "'bad.
 
 
 @pytest.mark.parametrize("batch_size", ["4", pytest.param("1", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stream", [["--stream"], []])
+@pytest.mark.parametrize("stream", [["--stream"], pytest.param([], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workers", ["2", pytest.param("0", marks=pytest.mark.slow)])
 def test_bad_rows_are_left_out(stream, workers, batch_size, model, tmp_path, capsys):
     """A bad row that ends the run, is trained on, or goes without a word; a batch of bad rows alone."""
