@@ -20,6 +20,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
 from .cache.image_cache import ImageCache
+from .cache.image_layout import rows_to
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
 from .call import why_uncached
 from .decoders.text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary
@@ -262,8 +263,9 @@ class XAttnGenerationMixin:
             images = self.model.add_images(cache, request.inputs, request.text)
             new = images.new or images.stored
             if request.markers is not None and images.layout is not None and new is not None:
+                markers = rows_to(request.markers, cache.text_rows or len(request.markers))  # of each beam
                 places = (images.layout, new.layout, cache.current_progress())
-                if (wrong := wrong_markers_of_known_images(request.inputs, request.markers, *places)) is not None:
+                if (wrong := wrong_markers_of_known_images(request.inputs, markers, *places)) is not None:
                     logger.warning_once(wrong)
             cache.progress = cache.current_progress().with_coming(images.mask)
         if isinstance(cache.self_attention_cache, StaticCache):

@@ -221,6 +221,21 @@ def test_a_picture_sent_again_in_a_later_turn():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])
+def test_a_later_picture_for_rows_that_share_it(options):
+    """An error inside of the check above, where the cached text has more rows than the ids: one for each answer."""
+    model, ids = marked()
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    first, more = ids(6, 0).repeat(2, 1), ids(3, seed=9).repeat(2, 1)
+    model(first, pixel_values=pixels(2, 1), past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    model(more.repeat(2, 1), past_key_values=cache)
+    text = torch.cat([first, more, ids(5, 1, seed=3).repeat(2, 1)], dim=1)
+    made = model.generate(text, pixel_values=pixels(2, 1, seed=8), past_key_values=cache, **(GREEDY | options))
+    assert torch.equal(made[:: len(made) // 2, :14], text)
+
+
+@torch.no_grad()
 def test_text_without_markers_of_encoded_images():
     """An answer that has seen no image, as if there were none."""
     model, ids = marked()
