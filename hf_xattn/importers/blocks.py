@@ -112,17 +112,15 @@ def language_weights(
             if first in state or (first is None and not _is_learned_buffer(name, everything)):
                 _check_tied(name, tensor, {other: state[other] for other in own if other in state}, own, everything)
                 continue
-            if first is None:
-                taken[name] = tensor
-                continue
-            name = first  # safetensors keeps one name of tied weights, maybe the second one
-        grows = id(own[name]) in tables
+            name = first or name  # safetensors keeps one name of tied weights, maybe the second one
+        there = own[name] if name in own else everything[name]
+        grows = id(there) in tables
         if not tensor.is_floating_point():
             raise ValueError(f"`state_dict` holds {name} of dtype {tensor.dtype}: expected floating-point weights.")
-        if tensor.shape[grows:] != own[name].shape[grows:]:
+        if tensor.shape[grows:] != there.shape[grows:]:
             raise ValueError(
                 f"`state_dict` holds {name} of shape {tuple(tensor.shape)}, but `text` ({type(text).__name__}) has "
-                f"shape {tuple(own[name].shape)}. The state dict belongs to another language model."
+                f"shape {tuple(there.shape)}. The state dict belongs to another language model."
             )
         if grows:
             sizes.add(tensor.shape[0])

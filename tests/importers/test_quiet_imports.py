@@ -173,3 +173,5 @@ def test_numbers_that_are_learned_without_a_gradient():
     name = next(name for name in text.state_dict() if name.endswith("e_score_correction_bias"))
     balance = torch.arange(len(text.state_dict()[name]), dtype=torch.float32)
     assert torch.equal(language_weights(text, {name: balance})[0][name], balance)
+    with pytest.raises(ValueError, match=f"holds {name} of shape"):
+        language_weights(text, {name: balance[:-1]})
