@@ -101,7 +101,7 @@ def read_call(
     model: Any,
     text: dict[str, Any],
     images: ImageInputs | PreparedImages,
-    past_key_values: Cache | None,
+    given_cache: Cache | None,
     use_cache: bool | None,
     output_attentions: bool | str | None,
 ) -> Call:
@@ -110,11 +110,10 @@ def read_call(
     `text` gets the decoder's own arguments that the configuration adds.
 
     Raises:
-        TypeError: if `past_key_values` is not a cache of transformers.
+        TypeError: if `cache` is not a cache of transformers.
         ValueError: if the cache cannot be used for this call.
     """
-    if past_key_values is not None and not isinstance(past_key_values, Cache):
-        raise TypeError(f"Expected `past_key_values` to be {OF_TRANSFORMERS}, got {type_name(past_key_values)}.")
+    check_cache(given_cache)
     config, decoder = model.config, model._interface
     given = text["inputs_embeds"] if text.get("input_ids") is None else text["input_ids"]
     rows, length = given.shape[:2]
@@ -123,18 +122,18 @@ def read_call(
     if use_cache is None:
         wants_cache = getattr(config.get_text_config(decoder=True), "use_cache", True)
     shares_images = isinstance(images, ImageInputs) and images.image_rows is not None
-    without_cache = past_key_values is None and (shares_images or uncached is not None or not wants_cache)
+    without_cache = given_cache is None and (shares_images or uncached is not None or not wants_cache)
     samples = None
     if (text.get("position_ids") is not None or text.get("cu_seq_lens_q") is not None) and length > 1:
-        samples = find_samples(config, decoder.not_packed, text, past_key_values, use_cache, images, without_cache)
-    continues = past_key_values is not None or bool(use_cache)
+        samples = find_samples(config, decoder.not_packed, text, given_cache, use_cache, images, without_cache)
+    continues = given_cache is not None or bool(use_cache)
     if shares_images and continues:
-        refuse_to_cache("`use_cache=True`" if past_key_values is None else "`past_key_values`")
+        refuse_to_cache("`use_cache=True`" if given_cache is None else "`cache`")
     use_cache = bool(wants_cache) and uncached is None and samples is None and not shares_images
     cache = None
-    if past_key_values is not None or use_cache:
-        cache = _find_cache(config, past_key_values, images, rows, length)
-    text_cache = past_key_values if cache is None else cache.self_attention_cache
+    if given_cache is not None or use_cache:
+        cache = _find_cache(config, given_cache, images, rows, length)
+    text_cache = given_cache if cache is None else cache.self_attention_cache
     if cache is not None and uncached is not None:
         text_cache = _to_read(cache, uncached, model.text_model.training)
     if text_cache is not None:
@@ -167,6 +166,12 @@ def read_call(
     )
 
 
+def check_cache(cache: Any) -> None:
+    """Raises a `TypeError` for anything but a cache of transformers, or None."""
+    if cache is not None and not isinstance(cache, Cache):
+        raise TypeError(f"Expected `cache` to be {OF_TRANSFORMERS}, got {type_name(cache)}.")
+
+
 def why_uncached(model: Any) -> str | None:
     """Why a forward of the model must not write into a cache; None if it may."""
     learns = model.training or torch.is_grad_enabled()
@@ -187,7 +192,7 @@ def _find_cache(
         return XAttnCache(DynamicCache(config=config.get_text_config(decoder=True)))
     if isinstance(images, PreparedImages) or images.images is not None:
         raise ValueError(
-            f"Expected `past_key_values` to be a cache for text and images, got a {type(given).__name__}. Pass "
+            f"Expected `cache` to be a cache for text and images, got a {type(given).__name__}. Pass "
             "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
         )
     return None
@@ -199,7 +204,7 @@ def _to_read(cache: XAttnCache, uncached: str, training: bool) -> Cache | None:
         return None
     if training:  # a layer that is skipped, or runs twice, does not read it
         raise ValueError(
-            f"{uncached}, so no text can be added to `past_key_values`, which already holds text. Call `model.eval()`, "
+            f"{uncached}, so no text can be added to `cache`, which already holds text. Call `model.eval()`, "
             "or set `layerdrop` of the decoder to 0 and call `gradient_checkpointing_disable()`."
         )
     return cache.self_attention_cache
@@ -225,7 +230,7 @@ def find_images(model: Any, call: Call) -> ImagesOfCall | None:
     if cross is not None and cross.layers:
         if call.uncached is not None and images.new is not None:
             raise ValueError(
-                f"{call.uncached}, so no images can be added to `past_key_values`, which already holds images. Pass "
+                f"{call.uncached}, so no images can be added to `cache`, which already holds images. Pass "
                 "all images in one call, or encode them before with `encode_images`."
             )
         if call.trains:
@@ -463,7 +468,7 @@ def _warn_of_constant_images(cross: CrossCache, encoder: ImageEncoder) -> None:
     """Warns if weights should learn, but the cached keys and values were computed without gradients."""
     if not cross.layers[0].keys.requires_grad and encoder.learns():
         logger.warning_once(
-            "The images in `past_key_values` were encoded without gradients, so key and value projections, connector "
+            "The images in `cache` were encoded without gradients, so key and value projections, connector "
             "and vision tower do not learn from this text. Call `encode_images` outside of `torch.no_grad()`, or pass "
             "the images instead of a cache. To train only the other weights, call `requires_grad_(False)` on these "
             "parts."

@@ -18,11 +18,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
+from transformers.utils.deprecation import deprecate_kwarg
 
 from .cache.image_cache import ImageCache
 from .cache.image_layout import rows_to
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
-from .call import why_uncached
+from .call import check_cache, why_uncached
 from .decoders.text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary
 from .images.conversation import PreparedImages, TextOfCall, read_images, wrong_markers_of_known_images
 from .images.image_inputs import ImageInputs
@@ -33,7 +34,7 @@ from .outputs_xattn import XAttnGenerateBeamOutput, XAttnGenerateOutput
 from .utils.distributed import fsdp_forward
 from .utils.keywords import suggestion
 from .utils.tensor_checks import type_name
-from .utils.transformers_api import has, needs
+from .utils.transformers_api import CACHE, has, needs, takes_cache
 
 
 logger = logging.get_logger(__name__)
@@ -47,11 +48,11 @@ OF_LAYERS = {"attentions", "hidden_states", "cross_attentions"}  # outputs that 
 IMAGES = "image_inputs"
 NO_MARKERS = (
     "The text of `generate` has no image marker, so with `image_visibility` other than 'all' it sees none of the "
-    "images in `past_key_values`. Write a marker (`image_token_id`) where each image belongs."
+    "images in `cache`. Write a marker (`image_token_id`) where each image belongs."
 )
 HOLDS_TEXT = (
-    "`past_key_values` from `encode_images` holds text, which a `forward` has written into it: the text of `generate` "
-    "must begin with the same. To keep images without text, pass `past_key_values.fork(DynamicCache())` to `forward`."
+    "`cache` from `encode_images` holds text, which a `forward` has written into it: the text of `generate` "
+    "must begin with the same. To keep images without text, pass `cache.fork(DynamicCache())` to `forward`."
 )
 
 
@@ -127,6 +128,8 @@ class XAttnGenerationMixin:
     config: Any  # [`XAttnConfig`]
     model: XAttnImagesMixin
 
+    @takes_cache
+    @deprecate_kwarg("cache_params", "6.0.0", new_name="cache")
     @fsdp_forward
     def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs):
         """`GenerationMixin.generate`, after a check that text, images, masks and cache belong together.
@@ -149,14 +152,17 @@ class XAttnGenerationMixin:
             raise TypeError(f"Expected no `image_inputs` in `generate`, got {type_name(given)}. Pass `pixel_values`.")
         if images.image_rows is not None:
             refuse_to_cache("`generate`")
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.pop("cache", None)
+        check_cache(cache)
         if isinstance(cache, EncoderDecoderCache):
-            cache = kwargs["past_key_values"] = XAttnCache.adopt(cache)
+            cache = XAttnCache.adopt(cache)
         elif isinstance(cache, Cache) and images.images is not None:
             raise ValueError(
-                f"Expected `past_key_values` to be a cache for text and images, got a {type(cache).__name__}. Pass "
+                f"Expected `cache` to be a cache for text and images, got a {type(cache).__name__}. Pass "
                 "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
             )
+        if cache is not None:
+            kwargs[CACHE] = cache
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
         text = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
         attentions = StepAttentions(1)
@@ -199,7 +205,7 @@ class XAttnGenerationMixin:
         config = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
         if isinstance(cache, ImageCache) and not cache.cross_attention_cache.rows and images.images is None:
             raise ValueError(
-                "Expected `past_key_values` to hold the images of `encode_images`, got a cache without any: `reset` "
+                "Expected `cache` to hold the images of `encode_images`, got a cache without any: `reset` "
                 "removes them, too."
             )
         heals = kwargs.get("token_healing", getattr(config, "token_healing", False))
@@ -222,21 +228,21 @@ class XAttnGenerationMixin:
             raise ValueError(f"{error}.{meant}") from None
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args, **kwargs):
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         if given is not None and generation_config.use_cache is False:  # each step would add the whole text to it
             raise ValueError(
-                f"Expected `use_cache=True` with `past_key_values`, of type {type(given).__name__}, got "
+                f"Expected `use_cache=True` with `cache`, of type {type(given).__name__}, got "
                 "`use_cache=False`, given or in the generation configuration. Pass `use_cache=True`, or no cache."
             )
         if (reason := why_uncached(self.model)) is not None and generation_config.use_cache is not False:
             if given is not None:
-                raise ValueError(f"{reason}, so `past_key_values` cannot be used. Call `model.eval()`.")
+                raise ValueError(f"{reason}, so `cache` cannot be used. Call `model.eval()`.")
             logger.warning_once(f"{reason}, so `generate` works without a cache, slowly. Call `model.eval()`.")
             generation_config.use_cache = model_kwargs["use_cache"] = False
         image_cache = given if isinstance(given, ImageCache) and not int(given.get_seq_length()) else None
         if image_cache is not None:
             # Generate with a fork: the caller may use this cache again.
-            del model_kwargs["past_key_values"]
+            del model_kwargs[CACHE]
         elif isinstance(given, ImageCache):
             logger.warning_once(HOLDS_TEXT)
         base: Any = super()
@@ -247,7 +253,7 @@ class XAttnGenerationMixin:
             self._choose_chunk(generation_config, request, model_kwargs, given)
         if request is not None and generation_config.return_dict_in_generate and generation_config.output_attentions:
             model_kwargs[STEP_ATTENTIONS] = request.attentions
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if image_cache is not None:
             assert cache is not None
             cache = image_cache.fork(cache)
@@ -258,7 +264,7 @@ class XAttnGenerationMixin:
             if cache is given:
                 return result  # the caller's own, without a place for images
             cache = XAttnCache(cache)
-        cache = model_kwargs["past_key_values"] = XAttnCache.adopt(cache)
+        cache = model_kwargs[CACHE] = XAttnCache.adopt(cache)
         if request is not None:
             images = self.model.add_images(cache, request.inputs, request.text)
             new = images.new or images.stored
@@ -357,11 +363,12 @@ class XAttnGenerationMixin:
                 "marker."
             )
 
+    @takes_cache
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.LongTensor,
         next_sequence_length: int | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,  # named here, or transformers refuses it
         is_first_iteration: bool | None = False,
@@ -378,16 +385,16 @@ class XAttnGenerationMixin:
             if whole and before.in_ids:
                 next_sequence_length = input_ids.shape[1] - before.in_ids
             attention_mask = before.covered(attention_mask, input_ids.shape[1])
-        if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful() and not is_first_iteration:
+        if isinstance(cache, XAttnCache) and cache.is_stateful() and not is_first_iteration:
             attention_mask = None
         base: Any = super()
         return base.prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,
+            **{CACHE: cache},
             **kwargs,
         )
 
@@ -413,8 +420,8 @@ class XAttnGenerationMixin:
             outputs = compiled(*args, **kwargs)
             for name in outputs.keys() & OF_LAYERS:
                 outputs[name] = tuple(None if each is None else each.clone() for each in outputs[name])
-            if isinstance(outputs.past_key_values, XAttnCache):
-                outputs.past_key_values.leave_graph()
+            if isinstance(cache := outputs.get(CACHE), XAttnCache):
+                cache.leave_graph()
             return outputs
 
         return call
@@ -423,7 +430,7 @@ class XAttnGenerationMixin:
         """transformers' own. It reorders the cache by the beams that still run, not by those that it returns."""
         base: Any = super()
         output = base._beam_search(*args, **kwargs)
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         if isinstance(cache, XAttnCache):
             cache.broken = OF_BEAMS
         return output
@@ -435,15 +442,16 @@ class XAttnGenerationMixin:
         base: Any = super()
         return base._get_candidate_generator(*args, **kwargs)
 
-    def create_masks_for_generate(self, config, past_key_values: Cache | None = None, **kwargs):
+    @takes_cache
+    def create_masks_for_generate(self, config, cache: Cache | None = None, **kwargs):
         """The decoder's own masks, over the text half. A decoder with states alone takes the mask as it is."""
-        if isinstance(past_key_values, EncoderDecoderCache):
-            if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful():
+        if isinstance(cache, EncoderDecoderCache):
+            if isinstance(cache, XAttnCache) and cache.is_stateful():
                 return kwargs.get("attention_mask")
-            past_key_values = past_key_values.self_attention_cache
-        own = getattr(self.model.text_model, "create_masks_for_generate", create_masks_for_generate)
+            cache = cache.self_attention_cache
+        own: Any = getattr(self.model.text_model, "create_masks_for_generate", create_masks_for_generate)
         text_config = self.model.text_model.config
-        return own(config=text_config, past_key_values=past_key_values, **kwargs)
+        return own(config=text_config, **{CACHE: cache}, **kwargs)
 
 
 def _holds_keys(cache: Cache | None) -> bool:
@@ -467,13 +475,13 @@ def _text_of_generate(text: torch.Tensor, attention_mask: Any, cache: XAttnCache
         if attention_mask.shape[1] != cached + length:
             raise ValueError(
                 f"Expected `attention_mask` of shape (batch, {length}) for the whole text, or (batch, "
-                f"{cached + length}) if `input_ids` are new behind the {cached} tokens in `past_key_values`, got "
+                f"{cached + length}) if `input_ids` are new behind the {cached} tokens in `cache`, got "
                 f"{tuple(attention_mask.shape)}. The last token that `generate` returned is new, too."
             )
         return TextOfCall(rows, length, cached)
     if cached and length <= cached:
         raise ValueError(
-            f"Expected `input_ids` with the text in `past_key_values` ({cached} tokens) and new text, got {length} "
+            f"Expected `input_ids` with the text in `cache` ({cached} tokens) and new text, got {length} "
             "tokens. Pass the whole text, or only the new one with an `attention_mask` for all of it."
         )
     return TextOfCall(rows, length - cached, cached)

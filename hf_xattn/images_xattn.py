@@ -33,6 +33,7 @@ from .layers.block import GatedCrossAttentionBlock, cross_attention_blocks
 from .layers.context import KEYWORD, CrossAttentionContext, Recorder, image_fields
 from .learning.stand_in import run_beside, stand_in_images
 from .utils.distributed import fsdp_forward, has_units, is_distributed
+from .utils.transformers_api import takes_cache
 
 
 logger = logging.get_logger(__name__)
@@ -185,6 +186,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
             return_dict = self.config.return_dict
         return result if return_dict else result.to_tuple()
 
+    @takes_cache
     def encode_images(
         self,
         pixel_values: torch.Tensor | None = None,
@@ -193,7 +195,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         cross_attention_mask: torch.Tensor | None = None,
         aspect_ratio_ids: torch.Tensor | None = None,
         aspect_ratio_mask: torch.Tensor | None = None,
-        past_key_values: EncoderDecoderCache | None = None,
+        cache: EncoderDecoderCache | None = None,
         vision_features: torch.Tensor | None = None,
         cache_dtype: str | None = None,
     ) -> XAttnCache:
@@ -207,20 +209,20 @@ class XAttnImagesMixin(XAttnSetsMixin):
         Args:
             pixel_values, image_mask, cross_attention_states, cross_attention_mask, aspect_ratio_ids, aspect_ratio_mask,
                 vision_features: as in `forward`.
-            past_key_values (`EncoderDecoderCache`, *optional*): append the images to this cache, in place. Images that
+            cache (`EncoderDecoderCache`, *optional*): append the images to this cache, in place. Images that
                 it holds already are not encoded again: see `forward`.
             cache_dtype (`str`, *optional*): `"int8"` keeps keys and values in int8, each token and head with a scale
                 of its own (see `cache/int8_cache.py`): about half as many bytes as in bfloat16. For inference, so
                 under `torch.no_grad()` only. None: the dtype that the model computes in; or that of the images in
-                `past_key_values`, or of the image store.
+                `cache`, or of the image store.
 
         Returns:
-            [`ImageCache`]: an `EncoderDecoderCache` whose cross half is filled; or `past_key_values`.
+            [`ImageCache`]: an `EncoderDecoderCache` whose cross half is filled; or `cache`.
 
         Raises:
             TypeError: for a `cache_dtype` that is no text.
             ValueError: without images, where their shapes do not fit, for another `cache_dtype` or one that
-                `past_key_values` does not have, and for images in int8 while gradients are recorded.
+                `cache` does not have, and for images in int8 while gradients are recorded.
         """
         cache_dtype = check_cache_dtype("cache_dtype", cache_dtype)
         inputs = ImageInputs.of(
@@ -240,20 +242,20 @@ class XAttnImagesMixin(XAttnSetsMixin):
                 "`encode_images` takes a `cross_attention_mask` of shape (batch, num_image_tokens): which text token "
                 "sees what is decided with the text."
             )
-        cache: XAttnCache
-        if past_key_values is None:
-            cache = ImageCache(DynamicCache(config=self.config.get_text_config(decoder=True)))
+        filled: XAttnCache
+        if cache is None:
+            filled = ImageCache(DynamicCache(config=self.config.get_text_config(decoder=True)))
         else:
-            cache = XAttnCache.adopt(past_key_values)
-        cross = cache.cross_attention_cache
+            filled = XAttnCache.adopt(cache)
+        cross = filled.cross_attention_cache
         if cache_dtype is not None and cross.layers and cross.cache_dtype != cache_dtype:
             raise ValueError(
-                f"Expected `cache_dtype` to be None, because the images in `past_key_values` are not in {cache_dtype}, "
+                f"Expected `cache_dtype` to be None, because the images in `cache` are not in {cache_dtype}, "
                 f'got "{cache_dtype}". '
                 "All images of a cache have one dtype."
             )
-        self.add_images(cache, inputs, TextOfCall(None, 0), made_by=self.image_identity(), cache_dtype=cache_dtype)
-        return cache
+        self.add_images(filled, inputs, TextOfCall(None, 0), made_by=self.image_identity(), cache_dtype=cache_dtype)
+        return filled
 
     def add_images(
         self,
@@ -360,7 +362,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         current = self.image_identity()
         if cross.made_by != current:
             raise ValueError(
-                "`past_key_values` holds images that another model encoded, or this one with other weights: their "
+                "`cache` holds images that another model encoded, or this one with other weights: their "
                 f"identity is {cross.made_by[:12]}, this model's is {current[:12]}. Encode the images again."
             )
 
@@ -375,6 +377,7 @@ class XAttnDelegationMixin:
         """See [`XAttnModel.get_image_features`]."""
         return self.model.get_image_features(*args, **kwargs)
 
+    @takes_cache
     @fsdp_forward
     def encode_images(self, *args, **kwargs) -> XAttnCache:
         """See [`XAttnModel.encode_images`]."""

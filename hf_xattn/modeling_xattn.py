@@ -43,7 +43,7 @@ from .learning.loss import IGNORED, LossInputs, loss_over_all_logits, mask_label
 from .outputs_xattn import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .utils.custom_code import build_part
 from .utils.tensor_checks import check_integers, check_tensor
-from .utils.transformers_api import name_causal_lm
+from .utils.transformers_api import CACHE, name_causal_lm, takes_cache
 
 
 class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
@@ -136,14 +136,14 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         runner: nn.Module,
         text: dict[str, Any],
         images: ImageInputs | PreparedImages,
-        past_key_values: Cache | None,
+        given_cache: Cache | None,
         use_cache: bool | None,
         output_attentions: bool | None,
     ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
         """Runs the decoder, with or without its head (`runner`), with the images as one keyword argument."""
         self._check_inserted()
-        check_text(text, past_key_values is None, self.get_input_embeddings)
-        call = read_call(self, text, images, past_key_values, use_cache, output_attentions)
+        check_text(text, given_cache is None, self.get_input_embeddings)
+        call = read_call(self, text, images, given_cache, use_cache, output_attentions)
         if images is not NO_IMAGES or call.starts or self._sets is not None:
             self._check_cache(call)
         try:
@@ -200,6 +200,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         ordered = [weights[index] for index in sorted(weights)]
         return tuple(each for each in ordered if each is not None)
 
+    @takes_cache
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -212,7 +213,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         image_attention_mask: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
@@ -250,7 +251,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`. Positions that start again are packed
                 samples: each sees its own text and images only (see `decoders/packed_rows.py`), without
                 `attention_mask` and without a cache. In such a call positions that leave some out begin a sample, too.
-            past_key_values (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. If the cache holds
+            cache (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. If the cache holds
                 images, pass no images, only new images, or all images in their order and then new ones. Anything else
                 is refused. Images are compared by content, row by row.
             inputs_embeds (`torch.Tensor`, *optional*): `(batch, text_len, hidden_size)`, in place of `input_ids`.
@@ -286,7 +287,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             image_rows=image_rows,
             vision_features=vision_features,
         )
-        outputs, cache, cross_attentions = self._run(
+        outputs, new_cache, cross_attentions = self._run(
             headless(self.text_model),
             {
                 "input_ids": input_ids,
@@ -296,13 +297,13 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
                 **kwargs,
             },
             images,
-            past_key_values,
+            cache,
             use_cache,
             output_attentions,
         )
         fields = {
             "last_hidden_state": outputs.last_hidden_state,
-            "past_key_values": cache,
+            CACHE: new_cache,
             "hidden_states": outputs.get("hidden_states"),
             "attentions": outputs.get("attentions"),
             "cross_attentions": cross_attentions,
@@ -383,6 +384,7 @@ class XAttnForConditionalGeneration(XAttnGenerationMixin, XAttnPreTrainedModel, 
         check_integers("labels", labels, (torch.int64,))
         return mask_labels(self, labels)
 
+    @takes_cache
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -395,7 +397,7 @@ class XAttnForConditionalGeneration(XAttnGenerationMixin, XAttnPreTrainedModel, 
         image_attention_mask: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -449,7 +451,7 @@ class XAttnForConditionalGeneration(XAttnGenerationMixin, XAttnPreTrainedModel, 
         if labels is not None or own_loss:
             targets = LossInputs.take_from(self, labels, kwargs)
         kept = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep else None
-        outputs, cache, cross_attentions = self.model._run(
+        outputs, new_cache, cross_attentions = self.model._run(
             text_model,
             {
                 "input_ids": input_ids,
@@ -461,7 +463,7 @@ class XAttnForConditionalGeneration(XAttnGenerationMixin, XAttnPreTrainedModel, 
                 **kwargs,
             },
             images,
-            past_key_values,
+            cache,
             use_cache,
             output_attentions,
         )
@@ -471,7 +473,7 @@ class XAttnForConditionalGeneration(XAttnGenerationMixin, XAttnPreTrainedModel, 
         fields = {
             "loss": loss,
             "logits": outputs.logits,
-            "past_key_values": cache,
+            CACHE: new_cache,
             "hidden_states": outputs.get("hidden_states"),
             "attentions": outputs.get("attentions"),
             "cross_attentions": cross_attentions,

@@ -24,6 +24,8 @@ from timing import DEVICE, seconds
 from torch import nn
 from transformers import Cache, EncoderDecoderCache, StaticCache
 
+from hf_xattn.utils.transformers_api import CACHE
+
 
 TEXT = 32  # tokens of the prompt, or of the system prompt in front of a question
 STEPS = 8  # of one timed run of decode steps
@@ -56,11 +58,11 @@ class Side:
 
     def read(self, text: torch.Tensor) -> Any:
         """Reads images and text. Returns the cache."""
-        return self.model(self.ids(text), **self.images(), use_cache=True, logits_to_keep=1).past_key_values
+        return self.model(self.ids(text), **self.images(), use_cache=True, logits_to_keep=1)[CACHE]
 
     def generate(self, text: torch.Tensor, number: int, cache: Any = None) -> Any:
         """Generates a number of tokens after images and text, whose beginning may be in a cache. Returns the cache."""
-        known = {"past_key_values": cache} if cache is not None else self.images(len(text))
+        known = {CACHE: cache} if cache is not None else self.images(len(text))
         made = self.model.generate(
             self.ids(text),
             **known,
@@ -70,7 +72,7 @@ class Side:
             return_dict_in_generate=True,
             disable_compile=True,  # a static cache would start the compiler on a GPU
         )
-        return made.past_key_values
+        return made[CACHE]
 
     def static(self, cache: Any, room: int) -> Any:
         """A copy of a cache, with the text's keys and values in tensors that are not copied at every step."""
@@ -115,7 +117,7 @@ def check(ours: Any, peers: dict[str, Any]) -> None:
         assert seeing.isfinite().all() and changed > 0.01, (name, changed)
         kept = side.read(text)
         for cache in (copy.deepcopy(kept), side.static(kept, QUESTION)):
-            rounding = (side.model(more, past_key_values=cache).logits[:, -1] - seeing).norm()
+            rounding = (side.model(more, **{CACHE: cache}).logits[:, -1] - seeing).norm()
             assert rounding < changed / 2, (name, type(cache), changed, rounding)
 
 
@@ -135,7 +137,7 @@ def images(ours: Any, peers: dict[str, Any], number: int, repeats: int, tower: f
 
     def steps(key: tuple[str, str]) -> None:
         for _ in range(STEPS):
-            each[key[0]].model(input_ids=text[:, :1], past_key_values=caches[key])
+            each[key[0]].model(input_ids=text[:, :1], **{CACHE: caches[key]})
 
     times = seconds({key: lambda k=key: steps(k) for key in caches}, rounds)
     decode = {kind: {name: times[name, kind] / STEPS for name in each} for kind in ("dynamic", "static")}

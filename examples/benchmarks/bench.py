@@ -45,6 +45,7 @@ from hf_xattn.cache.image_layout import ImageLayout
 from hf_xattn.importers import import_checkpoint
 from hf_xattn.layers.context import CrossAttentionContext
 from hf_xattn.utils.projection import ImageLinear
+from hf_xattn.utils.transformers_api import CACHE
 
 
 def beside_cache(key: torch.Tensor, value: torch.Tensor) -> CrossAttentionContext:
@@ -239,7 +240,7 @@ def questions(repeats: int) -> dict[str, dict]:
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
 
     def size(output) -> int:
-        layers = output.past_key_values.cross_attention_cache.layers
+        layers = output[CACHE].cross_attention_cache.layers
         return sum(tensor.numel() * tensor.element_size() for layer in layers for tensor in (layer.keys, layer.values))
 
     figures = {}
@@ -249,7 +250,7 @@ def questions(repeats: int) -> dict[str, dict]:
     ):
 
         def once(name=name, image=image):
-            return model.generate(ids, past_key_values=model.encode_images(**{name: image}), **options)
+            return model.generate(ids, cache=model.encode_images(**{name: image}), **options)
 
         def every(name=name, image=image):
             return model.generate(ids, **{name: image.repeat(32, *[1] * (image.dim() - 1))}, **options)

@@ -49,6 +49,7 @@ from hf_xattn.evaluation.answers import normalised
 from hf_xattn.evaluation.evaluation import Asker, inputs_of
 from hf_xattn.evaluation.questions import Question, beside_pictures, questions_of
 from hf_xattn.training.started_rate import check_started_rate
+from hf_xattn.utils.transformers_api import CACHE
 
 
 WARMUP = 0.05
@@ -179,7 +180,7 @@ def times(design: Design, questions: Sequence[Question]) -> dict[str, float]:
     about = [each for each in questions if each.pictures][:TIMED]
     inputs = [dict(inputs_of(design.chats, [each.messages]).to(design.model.device)) for each in about]
     read = design.model(**inputs[0], use_cache=True)
-    cache, token = read.past_key_values, inputs[0]["input_ids"][:, :1]
+    cache, token = read[CACHE], inputs[0]["input_ids"][:, :1]
     halves = [getattr(cache, half, None) for half in ("self_attention_cache", "cross_attention_cache")]
     layers = [layer for half in halves if half is not None for layer in half.layers] or cache.layers
     size = sum(each.numel() * each.element_size() for layer in layers for each in (layer.keys, layer.values))
@@ -190,7 +191,7 @@ def times(design: Design, questions: Sequence[Question]) -> dict[str, float]:
 
     def decode() -> None:
         for _ in range(DECODED):
-            design.model(token, past_key_values=cache, use_cache=True)
+            design.model(token, use_cache=True, **{CACHE: cache})
         cache.crop(-DECODED)
 
     took = seconds({"first": first, "step": decode}, REPEATS)

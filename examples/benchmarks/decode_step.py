@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 
 import hf_xattn
 from hf_xattn import GatedCrossAttentionBlock
+from hf_xattn.utils.transformers_api import CACHE
 
 
 HIDDEN, LAYERS, BLOCKS = 2048, 8, [3, 7]
@@ -62,11 +63,11 @@ def parts_of(step, model: nn.Module, repeats: int) -> dict[str, float]:
 
 def eager(base: nn.Module, ours: nn.Module, states: torch.Tensor, rows: int, repeats: int) -> dict:
     ids = torch.randint(3, 1000, (rows, 16), device=DEVICE)
-    cached = ours(ids, past_key_values=ours.encode_images(cross_attention_states=states)).past_key_values
-    plain = base(ids, use_cache=True).past_key_values
+    cached = ours(ids, cache=ours.encode_images(cross_attention_states=states))[CACHE]
+    plain = base(ids, use_cache=True)[CACHE]
 
     def step(model: nn.Module, cache) -> None:
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **{CACHE: cache})
         cache.crop(-1)
 
     times = seconds({"ours": lambda: step(ours, cached), "base": lambda: step(base, plain)}, repeats)
@@ -91,11 +92,11 @@ def compiled(base: nn.Module, ours: nn.Module, states: torch.Tensor, repeats: in
         images = {}
         if name == "ours":
             cache, images = EncoderDecoderCache(cache, DynamicCache()), {"cross_attention_states": states}
-        caches[name] = model(ids, past_key_values=cache, **images).past_key_values
+        caches[name] = model(ids, **{CACHE: cache}, **images)[CACHE]
         forward = torch.compile(model.forward, dynamic=False)
 
         def step(forward=forward, name=name):
-            return forward(ids[:, :1], past_key_values=caches[name])
+            return forward(ids[:, :1], **{CACHE: caches[name]})
 
         start = time.perf_counter()
         step(), step()

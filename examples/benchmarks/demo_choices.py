@@ -29,6 +29,7 @@ from hf_xattn.demo.language_scores import accuracy_by_kind, answers, held_out_qu
 from hf_xattn.demo.language_training import Recipe, start_connector, train, training_dtype
 from hf_xattn.demo.questions import KINDS
 from hf_xattn.demo.text_prompts import TRAINING_PROMPTS
+from hf_xattn.utils.transformers_api import CACHE
 
 
 MIDDLE = (0.57, 0.67, 0.77, 0.87, 0.97)  # of the depth
@@ -128,7 +129,7 @@ def _times(model: Any, base: Any, pool: DigitPool, repeats: int = 7) -> dict[str
 
     def decode(which: Any, cache: Any) -> None:
         for _ in range(STEPS):
-            which(ids[:, :1], past_key_values=cache, use_cache=True)
+            which(ids[:, :1], use_cache=True, **{CACHE: cache})
         cache.crop(-STEPS)
 
     with one_thread():
@@ -137,8 +138,8 @@ def _times(model: Any, base: Any, pool: DigitPool, repeats: int = 7) -> dict[str
             {
                 "first": lambda: model(ids, use_cache=True, logits_to_keep=1, **image),
                 "first of text": lambda: base(ids, use_cache=True, logits_to_keep=1),
-                "step": lambda: decode(model, seen.past_key_values),
-                "step of text": lambda: decode(base, read.past_key_values),
+                "step": lambda: decode(model, seen[CACHE]),
+                "step of text": lambda: decode(base, read[CACHE]),
             },
             repeats,
         )

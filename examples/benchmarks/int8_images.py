@@ -109,11 +109,11 @@ def step(repeats: int, quick: bool) -> list[dict[str, Any]]:
             logits, caches = [], []
             for image in images:
                 cache = image.fork(DynamicCache(config=model.config.get_text_config(decoder=True)))
-                logits.append(model(ids, past_key_values=cache).logits.float())
+                logits.append(model(ids, cache=cache).logits.float())
                 caches.append(cache)
 
             def one_step(cache: Any) -> torch.Tensor:
-                output = model(ids[:, :1], past_key_values=cache).logits
+                output = model(ids[:, :1], cache=cache).logits
                 cache.crop(-1)
                 return output
 
@@ -184,7 +184,7 @@ def _differences(model: Any, processor: Any, pictures: list, prompt: str | None)
             image = model.encode_images(pixel_values=inputs["pixel_values"], cache_dtype=kind)
             bytes_of[kind] += image.nbytes
             text = DynamicCache(config=model.config.get_text_config(decoder=True))
-            logits.append(model(ids, past_key_values=image.fork(text)).logits)
+            logits.append(model(ids, cache=image.fork(text)).logits)
         largest = max(largest, (logits[1] - logits[0]).abs().max().item())
         scale = max(scale, logits[0].abs().max().item())
     ratio = bytes_of["int8"] / bytes_of[None]

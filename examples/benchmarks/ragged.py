@@ -22,6 +22,8 @@ from timing import DEVICE, seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from hf_xattn.utils.transformers_api import CACHE
+
 
 TEXT_TOKENS = 16
 WAYS = ("padded", "ragged")
@@ -77,12 +79,12 @@ def main() -> None:
     for name in WAYS:
         with way(name):
             output = prefill()
-        logits[name], caches[name] = output.logits, output.past_key_values
+        logits[name], caches[name] = output.logits, output[CACHE]
     torch.testing.assert_close(*logits.values(), atol=1e-4 if options.dtype == "float32" else 0.1, rtol=0.01)
 
     def step(name: str) -> Callable[[], object]:
         def run() -> None:
-            model(ids[:, :1], past_key_values=caches[name])
+            model(ids[:, :1], cache=caches[name])
             caches[name].crop(-1)
 
         return in_way(name, run)

@@ -32,15 +32,13 @@ def main(folder: str, picture: Image.Image, file: str) -> None:
     with torch.no_grad():
         images = model.encode_images(pixel_values=processor(images=picture)["pixel_values"])
     questions = processor(text=QUESTIONS)
-    tokens = model.generate(**questions, past_key_values=images, max_new_tokens=8, do_sample=False)
+    tokens = model.generate(**questions, cache=images, max_new_tokens=8, do_sample=False)
     for question, answer in zip(QUESTIONS, tokens[:, questions["input_ids"].shape[1] :]):
         print(f"{question} {processor.decode(answer, skip_special_tokens=True)!r}")
     print(f"K/V projections: {len(projections)} for {len(model.blocks)} blocks and {len(QUESTIONS)} questions")
 
     save_image_cache(images, file, model)
-    again = model.generate(
-        **questions, past_key_values=load_image_cache(file, model), max_new_tokens=8, do_sample=False
-    )
+    again = model.generate(**questions, cache=load_image_cache(file, model), max_new_tokens=8, do_sample=False)
     print(f"the same answers from the file: {again.equal(tokens)}")
 
 

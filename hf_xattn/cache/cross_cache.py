@@ -243,13 +243,13 @@ def check_fits(cache: CrossCache, num_blocks: int, num_key_value_heads: int, hea
     """Raises a `ValueError` if cached images do not fit the model."""
     if len(cache.layers) != num_blocks:
         raise ValueError(
-            f"Expected images for {num_blocks} cross-attention blocks in `past_key_values`, got {len(cache.layers)}. "
+            f"Expected images for {num_blocks} cross-attention blocks in `cache`, got {len(cache.layers)}. "
             "Another model encoded them."
         )
     _, heads, _, width = cache.layers[0].keys.shape
     if heads != num_key_value_heads or width != head_dim:
         raise ValueError(
-            f"Expected {num_key_value_heads} K/V heads of width {head_dim} in `past_key_values`, got {heads} of width "
+            f"Expected {num_key_value_heads} K/V heads of width {head_dim} in `cache`, got {heads} of width "
             f"{width}. Another model encoded the images."
         )
 

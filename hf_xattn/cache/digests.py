@@ -153,7 +153,7 @@ def find_known(cached: tuple[Digests, ...] | None, given: Digests | None) -> Kno
     """
     if cached is None or given is None:
         raise ValueError(
-            "`past_key_values` holds images whose content was not recorded (they were cached in training, or combined "
+            "`cache` holds images whose content was not recorded (they were cached in training, or combined "
             "from caches of different kinds), so the new images cannot be compared with them. Start from an empty "
             "cache, or from a cache of `encode_images`."
         )
@@ -163,7 +163,7 @@ def find_known(cached: tuple[Digests, ...] | None, given: Digests | None) -> Kno
         return nothing
     if known.dtype != given.dtype:
         raise ValueError(
-            f"Expected `{given.of}` in {known.dtype}, the dtype of the images in `past_key_values`, got {given.dtype}. "
+            f"Expected `{given.of}` in {known.dtype}, the dtype of the images in `cache`, got {given.dtype}. "
             "Images of different dtypes cannot be compared."
         )
     known_rows, given_rows = known.rows(), given.rows()
@@ -177,7 +177,7 @@ def find_known(cached: tuple[Digests, ...] | None, given: Digests | None) -> Kno
         again = again or sum(_is_part(block, given_row.tobytes()) for block in cached_blocks)
         if again:
             raise ValueError(
-                f"Expected `{given.of}` to hold all images of `past_key_values`, in their order, and then new ones, or "
+                f"Expected `{given.of}` to hold all images of `cache`, in their order, and then new ones, or "
                 f"only new images. Row {row}: {len(cached_blocks)} in the cache, got {len(given_blocks)}, of which "
                 f"{again} are cached. The order differs, cached images are missing, or another row has only new images."
             )

@@ -4,12 +4,13 @@
 
     config = DynamoConfig(dynamic=True)
     exported = DynamoExporter().export_for_generation(model, {"input_ids": ids, "pixel_values": pixels}, config)
-    step = exported.runners["decode"](input_ids=ids, position_ids=positions, past_key_values=cache)
+    step = exported.runners["decode"](input_ids=ids, position_ids=positions, cache=cache)
 
 `cache` is what a forward or `generate` returns, or `image_cache.fork(DynamicCache(config=model.config.text_config))`.
-Its images must have the sizes of the exported example. Pass `step.past_key_values` to the next call. This cache has
+Its images must have the sizes of the exported example. Pass `step.cache` to the next call. This cache has
 lost the values that no graph reads: its text cannot be cropped if markers or masks decide what the text sees, and it
-does not know which weights encoded its images.
+does not know which weights encoded its images. A program has the names of the transformers that exported it: before
+5.24, `cache` is `past_key_values`.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def check_not_training(cache_dtype: str | None) -> None:
     """Raises a `ValueError` for training on images in int8."""
     if cache_dtype is not None:
         raise ValueError(
-            f'The images in `past_key_values` are kept with `cache_dtype="{cache_dtype}"`, which is for inference '
+            f'The images in `cache` are kept with `cache_dtype="{cache_dtype}"`, which is for inference '
             "only. To train on "
             "encoded images, call `encode_images` without `cache_dtype`; otherwise call `model.eval()` or use "
             "`torch.no_grad()`."

@@ -32,22 +32,22 @@ from .text_progress import History, TextProgress
 logger = logging.get_logger(__name__)
 
 REMOVED = (
-    "Expected no new images, because `past_key_values` holds images of text that was removed (by `crop`, or a call "
+    "Expected no new images, because `cache` holds images of text that was removed (by `crop`, or a call "
     "that failed): a marker would show them in place of the new ones. Go on with a copy of the cache that was made "
     "before these images came, or pass all text and images to an empty cache."
 )
 LOST_MARKER = (
-    "New images come into `past_key_values` after text with an image marker was removed, by `crop`. The images of that "
+    "New images come into `cache` after text with an image marker was removed, by `crop`. The images of that "
     "text are still there: the next markers show them, and not the new ones, unless they were given again. Go on with "
     "a copy of the cache that was made before these images came, or pass all text and images to an empty cache."
 )
 BROKEN = (
-    "An earlier call with `past_key_values` failed and may have left a part of its text there. Start from an empty "
-    "cache (`past_key_values.reset()`, which drops its images, too)."
+    "An earlier call with `cache` failed and may have left a part of its text there. Start from an empty "
+    "cache (`cache.reset()`, which drops its images, too)."
 )
 OF_BEAMS = (
-    "`past_key_values` comes from a beam search, which ends with the text of other beams than it returned. Pass the "
-    "whole text with its images alone (`select_images(past_key_values, [0])`), or generate without beams."
+    "`cache` comes from a beam search, which ends with the text of other beams than it returned. Pass the "
+    "whole text with its images alone (`select_images(cache, [0])`), or generate without beams."
 )
 
 
@@ -96,18 +96,18 @@ class XAttnCache(EncoderDecoderCache):
             return cache
         if not isinstance(cache, EncoderDecoderCache):
             raise TypeError(
-                f"Expected `past_key_values` to be an `EncoderDecoderCache`, got {type_name(cache)}. Pass "
+                f"Expected `cache` to be an `EncoderDecoderCache`, got {type_name(cache)}. Pass "
                 "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
             )
         if type(cache) is not EncoderDecoderCache:
             raise ValueError(
-                f"Expected `past_key_values` to be an `EncoderDecoderCache`, got its subclass {type(cache).__name__}. "
+                f"Expected `cache` to be an `EncoderDecoderCache`, got its subclass {type(cache).__name__}. "
                 "Pass `EncoderDecoderCache(DynamicCache(), DynamicCache())`."
             )
         cross = cache.cross_attention_cache
         if not is_empty(cross):
             raise ValueError(
-                "Expected `past_key_values.cross_attention_cache` to be empty or filled by this model, got "
+                "Expected `cache.cross_attention_cache` to be empty or filled by this model, got "
                 f"{len(cross.layers)} layers of {type(cross.layers[0]).__name__}."
             )
         vars(cache).update(vars(cls(cache.self_attention_cache)))
@@ -161,14 +161,14 @@ class XAttnCache(EncoderDecoderCache):
         text_rows = self.text_rows
         if text_rows is not None and batch_size != text_rows:
             raise ValueError(
-                f"Expected text of batch {text_rows}, as in `past_key_values`, got {batch_size}. To continue with "
+                f"Expected text of batch {text_rows}, as in `cache`, got {batch_size}. To continue with "
                 "other rows, call `batch_select_indices` or `batch_repeat_interleave` of the cache."
             )
         image_rows = self.cross_attention_cache.rows
         if image_rows and batch_size % image_rows:
             raise ValueError(
                 f"Expected a text batch that is a multiple of {image_rows}, the number of image rows in "
-                f"`past_key_values`, got {batch_size}."
+                f"`cache`, got {batch_size}."
             )
 
     def _forget_removed_text(self) -> None:
@@ -188,6 +188,11 @@ class XAttnCache(EncoderDecoderCache):
         """Whether the text half holds only states (state-space decoders), and so does not know the text's length."""
         layers = self.self_attention_cache.layers
         return len(layers) > 0 and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """transformers 5.24 reads the whole text again beside a cache of states alone, which has no length."""
+        return [False] * len(self.self_attention_cache.layers) if self.is_stateful() else super().is_linear
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         if self.is_stateful():
@@ -288,7 +293,7 @@ class XAttnCache(EncoderDecoderCache):
         """
         if self.can_be_cropped and self.progress.known_history is None and not self.progress.is_blank:
             raise ValueError(
-                "The text in `past_key_values` cannot be cropped: the cache comes from an exported program, which does "
+                "The text in `cache` cannot be cropped: the cache comes from an exported program, which does "
                 "not keep what earlier text has seen of the images. Start from an empty cache."
             )
         super().crop(tokens_to_remove)

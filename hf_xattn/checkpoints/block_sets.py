@@ -182,7 +182,7 @@ class XAttnSetsMixin:
         if self._active is None or cross.read_by not in (None, self._mark):
             active = "none is active" if self._active is None else f"{self._active!r} is active"
             raise ValueError(
-                f"`past_key_values` holds images that another set of blocks has encoded, but {active}. Activate that "
+                f"`cache` holds images that another set of blocks has encoded, but {active}. Activate that "
                 "set with `set_cross_attention`, or start from an empty cache."
             )
         cross.read_by = self._mark

@@ -62,7 +62,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _input_hooks: tuple[RemovableHandle, ...] = ()
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _keep_in_fp32_modules_strict: Any = [f"{block}.{name}" for block in BLOCKS for name in PRECISE]
 
     @classmethod

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..utils.transformers_api import CACHE
 from .blocks import awake_blocks, woken
 from .measures import (
     BROKEN,
@@ -118,7 +119,7 @@ class CacheChecks:
         expected = self._uncached[length]
         if kind == "cache-encoded":
             with torch.no_grad():
-                images = {"past_key_values": self.model.base_model.encode_images(**images)}
+                images = {"cache": self.model.base_model.encode_images(**images)}
             generate(self.model, ids, **images)  # a first question must not change the answer to the second
         try:
             found = _answer(self.model, kind, ids, **images)
@@ -171,7 +172,7 @@ class CacheChecks:
 
     def _window(self) -> int | None:
         """The largest sliding window among the layers of the text half."""
-        cache = generate(self.model, random_text(self.model)).past_key_values
+        cache = generate(self.model, random_text(self.model))[CACHE]
         layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
         windows = [getattr(layer, "sliding_window", None) for layer in layers if getattr(layer, "is_sliding", False)]
         return max((window for window in windows if isinstance(window, int)), default=None)
@@ -181,7 +182,7 @@ def _answer(model: Any, kind: str, ids: torch.Tensor, **images: Any) -> Any:
     """What `generate` gives with this kind of cache. `"cache-continued"` has read the first half of the text before."""
     if kind == "cache-continued":
         first = generate(model, ids[:, : ids.shape[1] // 2], **images, max_new_tokens=1, min_new_tokens=1)
-        images = {"past_key_values": first.past_key_values}
+        images = {CACHE: first[CACHE]}
     return generate(model, ids, **images, **KINDS[kind])
 
 

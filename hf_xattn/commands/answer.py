@@ -67,7 +67,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
     inputs: dict[str, Any] = {name: value.to(model.device) for name, value in made.items() if name != "token_type_ids"}
     prompt_length = inputs["input_ids"].shape[1]
     if cache is not None:
-        inputs["past_key_values"] = cache
+        inputs["cache"] = cache
     tokens = model.generate(
         **inputs, max_new_tokens=arguments.max_new_tokens, num_beams=arguments.num_beams, do_sample=False
     )

@@ -107,18 +107,10 @@ def _file_dtype(name: str, arguments: argparse.Namespace) -> torch.dtype | None:
 
 
 def _about(model: XAttnForConditionalGeneration) -> dict[str, str]:
-    import platform
-
-    import torch
-    import transformers
-
-    from ..version import __version__
+    from ..utils.versions import installed
 
     return {
-        "hf_xattn": __version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        **installed(),
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
     }

@@ -7,7 +7,7 @@ import dis
 import json
 import sys
 
-from ..version import __version__
+from ..utils.versions import installed, naming_what_transformers_lacks
 from .answer import register_chat, register_generate
 from .encode import register_encode
 from .evaluate import register_eval
@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        status = arguments.run(arguments)
+        with naming_what_transformers_lacks():
+            status = arguments.run(arguments)
     except Exception as error:
         if not _is_message(error):
             raise
@@ -79,9 +80,12 @@ def _is_raised(error: Exception) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hf-xattn", description="Gated cross-attention for any text decoder of transformers."
+        prog="hf-xattn",
+        description="Gated cross-attention for any text decoder of transformers.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # leaves the lines of `--version` as they are
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    versions = "\n".join(f"{name} {version}" for name, version in installed().items())
+    parser.add_argument("--version", action="version", version=versions, help="print the versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for register in COMMANDS:
         register(commands)

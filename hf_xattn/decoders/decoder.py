@@ -30,8 +30,8 @@ from .packed_rows import why_not_packed
 
 logger = logging.get_logger(__name__)
 
-# Argument names of the cache in causal language models.
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+# Argument names of the cache in causal language models: since transformers 5.24, before, and in state-space models.
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 # Attribute names of the stack of layers in decoders.
 LAYER_ATTRIBUTES = ("layers", "h", "blocks", "block", "layer")
@@ -70,7 +70,7 @@ def may_skip_layers(language_model: PreTrainedModel) -> bool:
 
 
 def find_cache_argument(language_model: PreTrainedModel) -> str:
-    """The argument name of the model's cache: some state-space models do not call it `past_key_values`.
+    """The argument name of the model's cache, which depends on the version of transformers, or on custom code.
 
     Raises a `ValueError` if the model takes no `Cache`.
     """
@@ -189,7 +189,7 @@ class DecoderInterface(NamedTuple):
             raise ValueError(self.not_static)
         if self.forgets and length > 1 and _holds_state(cache):
             raise ValueError(
-                f"Expected one token at a time after the text in `past_key_values`, got {length}: {self.name} drops "
+                f"Expected one token at a time after the text in `cache`, got {length}: {self.name} drops "
                 "its state when it reads several. Pass one token a call, or call `generate` with an "
                 "`EncoderDecoderCache`, which does so."
             )

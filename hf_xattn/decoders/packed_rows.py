@@ -166,7 +166,7 @@ def _check_bounds_alone(bounds: Any, text: Mapping[str, Any], positions: str) ->
 
 def _check_can_be_kept_apart(mask: torch.Tensor | None, cache: Cache | None, use_cache: bool | None) -> None:
     if cache is not None or use_cache:
-        what = "`use_cache=True`" if cache is None else "`past_key_values`"
+        what = "`use_cache=True`" if cache is None else "`cache`"
         raise ValueError(
             f"{PACKED} are kept apart only without a cache, got {what}. Leave it out, or pass one sample a row."
         )

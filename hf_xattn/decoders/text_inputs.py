@@ -144,7 +144,7 @@ def check_covered(mask: Any, length: int, cache: Cache) -> None:
     past = keys.get_seq_length()
     if isinstance(past, int) and mask.shape[1] < past + length:
         raise ValueError(
-            f"Expected `attention_mask` of shape (batch, {past + length}), for the text in `past_key_values` too "
+            f"Expected `attention_mask` of shape (batch, {past + length}), for the text in `cache` too "
             f"({past} tokens), got {tuple(mask.shape)}."
         )
 

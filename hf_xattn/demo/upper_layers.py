@@ -17,6 +17,7 @@ from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
 
 from ..modeling_xattn import XAttnForConditionalGeneration
+from ..utils.transformers_api import CACHE
 
 
 TEXTS_AT_ONCE = 12  # of like length, so that few tokens are padding
@@ -40,7 +41,7 @@ class Beginning:
         cache = DynamicCache()
         if ids:
             with torch.no_grad(), autocast(body.device, dtype):
-                body(input_ids=torch.tensor([ids], device=body.device), past_key_values=cache, use_cache=True)
+                body(input_ids=torch.tensor([ids], device=body.device), use_cache=True, **{CACHE: cache})
         layers: list[Any] = list(cache.layers)
         self._states = [(layer.keys.to(dtype), layer.values.to(dtype)) for layer in layers]
 
@@ -108,7 +109,7 @@ class UpperLayers:
                 attention_mask=mask,
                 pixel_values=pixel_values.to(device),
                 cross_attention_mask=seen,
-                past_key_values=EncoderDecoderCache(self._beginning.cache(rows), DynamicCache()),
+                cache=EncoderDecoderCache(self._beginning.cache(rows), DynamicCache()),
                 use_cache=True,
             ).last_hidden_state
             where = labels.to(device) != -100
@@ -132,8 +133,8 @@ class UpperLayers:
             with torch.no_grad(), autocast(self.model.device, self.dtype), self._only(slice(self.first), norm=False):
                 hidden = self.body(
                     input_ids=ids.to(self.model.device),
-                    past_key_values=self._beginning.cache(len(part)),
                     use_cache=True,
+                    **{CACHE: self._beginning.cache(len(part))},
                 ).last_hidden_state
             for each, states in zip(part, hidden):
                 self._states[each] = states[: len(each)].to(self.dtype, copy=True)

@@ -31,7 +31,7 @@ from .placement import check_known_mask
 logger = logging.get_logger(__name__)
 
 UNSEEN = (
-    "New images come behind text in `past_key_values`, which was read without them. With `image_visibility='all'` and "
+    "New images come behind text in `cache`, which was read without them. With `image_visibility='all'` and "
     "without a cache all text sees them: read the whole text anew for the same answers."
 )
 
@@ -140,7 +140,7 @@ def wrong_markers_of_known_images(
     row = int(wrong.nonzero()[0])
     return (
         f"Row {row}: expected one image marker for each of {int(waiting[row])} images without one, got "
-        f"{int(given[row])}. The call gives {int(given[row])} images, which begin with those of `past_key_values`: "
+        f"{int(given[row])}. The call gives {int(given[row])} images, which begin with those of `cache`: "
         "these count as the same. To send one of them again, pass all images of the conversation and then the new "
         "ones."
     )

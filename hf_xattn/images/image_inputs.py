@@ -74,7 +74,7 @@ class ImageAxis:
         if bool(shown.any()):
             row, image = shown.nonzero()[0].tolist()
             raise ValueError(
-                f"Expected `{name}` to hide what is padding in `past_key_values`, got a mask that shows image {image} "
+                f"Expected `{name}` to hide what is padding in `cache`, got a mask that shows image {image} "
                 f"of row {row}, for which `image_mask` was False. Set its entries to False, or pass the picture as a "
                 "new image."
             )

@@ -123,7 +123,7 @@ def check_hides_last(config: XAttnConfig, image_mask: torch.Tensor, cached: Imag
     if has_values(later) and bool(later.any()):
         row = int(later.any(dim=1).nonzero()[0]) * len(image_mask) // len(later)
         raise ValueError(
-            "Expected `image_mask` to hide only the last real images of a row in `past_key_values`, got "
+            "Expected `image_mask` to hide only the last real images of a row in `cache`, got "
             f"{image_mask[row].tolist()} for row {row}: the others were encoded with their places "
             "(`perceiver_config.num_image_positions`). Pass `image_mask` to `encode_images`."
         )

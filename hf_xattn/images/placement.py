@@ -135,7 +135,7 @@ def _check_no_padding(digests: Digests, cached: ImageLayout) -> None:
         row, image = again.nonzero()[0].tolist()
         raise ValueError(
             f"Expected `{digests.of}` with `image_mask`, got none: image {image} of row {row} is padding in "
-            "`past_key_values` and comes again. False: it is padding as before. True: it is a new image, which only "
+            "`cache` and comes again. False: it is padding as before. True: it is a new image, which only "
             "the text from now on may see."
         )
 
@@ -144,7 +144,7 @@ def _row_by_row(counts: list[int], num_images: int, real: torch.Tensor | None, c
     """Finds the new images of each row, padded to the largest number."""
     if len(set(cached.sizes)) > 1:
         raise ValueError(
-            "Expected images at the same positions as in `past_key_values`, because they have different numbers of "
+            "Expected images at the same positions as in `cache`, because they have different numbers of "
             f"tokens ({list(cached.sizes)}). Pass only the new images."
         )
     given = torch.ones(len(counts), num_images, dtype=torch.bool) if real is None else real.cpu()
@@ -205,7 +205,7 @@ def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout, has_te
     size = cached.num_images if by_image else cached.num_tokens
     if given.shape[1] != size:
         raise ValueError(
-            f"Expected `{name}` for the {size} {'images' if by_image else 'image tokens'} in `past_key_values`, got "
+            f"Expected `{name}` for the {size} {'images' if by_image else 'image tokens'} in `cache`, got "
             f"{tuple(given.shape)}."
         )
     own = cached.image_mask if by_image else cached.token_mask
@@ -219,7 +219,7 @@ def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout, has_te
         row = int(differs.any(dim=1).nonzero()[0])
         why = "the cached text has seen them with that mask" if has_text else "what was padding then was not encoded"
         raise ValueError(
-            f"Expected the same `{name}` for the images in `past_key_values` as before, because {why}. In row {row}, "
+            f"Expected the same `{name}` for the images in `cache` as before, because {why}. In row {row}, "
             f"{int(differs[row].sum())} of {size} entries differ. Pass the same `{name}`, or none, or start from an "
             "empty cache."
         )

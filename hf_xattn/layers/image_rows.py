@@ -156,7 +156,7 @@ def check_image_rows(image_rows: torch.Tensor, has_images: bool, text_rows: int 
         )
     if cached_rows:
         raise ValueError(
-            f"Expected no `image_rows` beside images in `past_key_values`: its {cached_rows} image rows are shared in "
+            f"Expected no `image_rows` beside images in `cache`: its {cached_rows} image rows are shared in "
             "equal numbers."
         )
     if not has_images:
@@ -167,7 +167,7 @@ def refuse_to_cache(what: str) -> None:
     """Raises the `ValueError` of a call with `image_rows` that wants a cache (`what`: by which argument or method)."""
     raise ValueError(
         f"Expected `image_rows` without a cache, as in training, got it with {what}. A cache shares images in equal "
-        "numbers: call `encode_images` once and pass the result as `past_key_values`, with the questions about the "
+        "numbers: call `encode_images` once and pass the result as `cache`, with the questions about the "
         "first image first, and as many about each image."
     )
 

@@ -24,6 +24,7 @@ from ..layers.image_rows import refuse_to_cache
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..training.freezing import body_of
 from ..utils.tensor_checks import check_tensor, type_name
+from ..utils.transformers_api import takes_cache
 from .patch_grid import PatchGrid, patch_grid
 
 
@@ -244,7 +245,7 @@ def attention_maps(
     Args:
         model ([`XAttnForConditionalGeneration`]): or an [`XAttnModel`], without `max_new_tokens`. It is not changed.
         inputs (`Mapping`): what the processor makes: `input_ids` and the images of one call, or an image cache of
-            `encode_images` as `past_key_values`. `labels` are left out.
+            `encode_images` as `cache`. `labels` are left out.
         max_new_tokens (`int`, *optional*): first generate up to this many tokens. The maps then hold the given and the
             generated tokens.
         generate_kwargs: further arguments of `generate`: `do_sample`, `num_beams`, ...
@@ -259,7 +260,8 @@ def attention_maps(
     """
     outer: Any = model
     inner = _inner(outer)
-    given, cache = _given(inputs)
+    _check_inputs(inputs)
+    given, cache = _given(**inputs)
     num_given = given["input_ids"].shape[-1]
     if max_new_tokens is not None:
         given = _generated(outer, inner, given, cache, max_new_tokens, generate_kwargs)
@@ -272,7 +274,7 @@ def attention_maps(
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)  # as `generate` counts
         given["position_ids"] = positions
     if cache is not None:
-        given["past_key_values"] = cache.fork(DynamicCache(config=inner.config.get_text_config(decoder=True)))
+        given["cache"] = cache.fork(DynamicCache(config=inner.config.get_text_config(decoder=True)))
     else:
         given["use_cache"] = False
     if isinstance(inner, XAttnForConditionalGeneration):
@@ -308,25 +310,29 @@ def _inner(model: Any) -> XAttnModel | XAttnForConditionalGeneration:
     return inner
 
 
-def _given(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ImageCache | None]:
-    """The inputs that are there, and apart from them the cache of images."""
+def _check_inputs(inputs: Any) -> None:
+    """Raises for inputs that are not a mapping with text."""
     if not isinstance(inputs, Mapping):
         raise TypeError(f"Expected `inputs` to be a mapping with `input_ids` and images, got {type_name(inputs)}.")
+    if inputs.get("input_ids") is None:
+        raise ValueError(f"Expected `inputs` with `input_ids`, got {sorted(inputs)}.")
+    check_tensor('inputs["input_ids"]', inputs["input_ids"])
+
+
+@takes_cache
+def _given(cache: Any = None, **inputs: Any) -> tuple[dict[str, Any], ImageCache | None]:
+    """The inputs that are there, and apart from them the cache of images."""
     given = {name: value for name, value in inputs.items() if value is not None and name != "labels"}
-    if "input_ids" not in given:
-        raise ValueError(f"Expected `inputs` with `input_ids`, got {sorted(given)}.")
-    check_tensor('inputs["input_ids"]', given["input_ids"])
     if "image_rows" in given:
         refuse_to_cache("`attention_maps`")
-    cache = given.pop("past_key_values", None)
     if cache is not None and (not isinstance(cache, ImageCache) or int(cache.get_seq_length())):
         raise ValueError(
-            "Expected `past_key_values` in `inputs` to be images of `encode_images` without text, got a "
+            "Expected `cache` in `inputs` to be images of `encode_images` without text, got a "
             f"{type(cache).__name__}{' with text' if isinstance(cache, ImageCache) else ''}."
         )
     if cache is not None and (new := [name for name in OF_IMAGES if name in given]):
         raise ValueError(
-            f"Expected `inputs` with images or with `past_key_values`, which holds encoded ones, got both: `{new[0]}` "
+            f"Expected `inputs` with images or with `cache`, which holds encoded ones, got both: `{new[0]}` "
             "too. Encode all images in one call of `encode_images`."
         )
     return given, cache
@@ -355,7 +361,7 @@ def _generated(
     rows, length = given["input_ids"].shape
     # Without a mask, `generate` would guess one from the ids.
     given = {"attention_mask": torch.ones_like(given["input_ids"]), **given}
-    images = {} if cache is None else {"past_key_values": cache}
+    images = {} if cache is None else {"cache": cache}
     made = model.generate(**given, **images, max_new_tokens=max_new_tokens, **generate_kwargs)
     sequences = made if isinstance(made, torch.Tensor) else made.sequences
     repeats, new = sequences.shape[0] // rows, sequences.shape[1] - length
@@ -396,7 +402,7 @@ def _ids(name: str, model: XAttnForConditionalGeneration, generate_kwargs: dict[
 
 
 def _sizes_of(given: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
-    cache = given.get("past_key_values")
+    cache = given.get("cache")
     if cache is not None:
         return tuple(cache.cross_attention_cache.layout.sizes)
     images = 1
@@ -412,7 +418,7 @@ def _read_size(model: XAttnModel | XAttnForConditionalGeneration, given: dict[st
     that reads pictures of several sizes.
     """
     tower = body_of(model).vision_tower
-    if tower is None or not ("vision_features" in given or _holds_pixels(given.get("past_key_values"))):
+    if tower is None or not ("vision_features" in given or _holds_pixels(given.get("cache"))):
         return None
     return image_size_of(tower.config) if is_tiled(tower.config) else only_image_size(tower)
 

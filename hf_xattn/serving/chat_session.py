@@ -197,7 +197,7 @@ class ChatSession:
         self._cache = None
         stopping = None if stop is None else StoppingCriteriaList([_StopWhenAsked(stop)])
         given: dict[str, Any] = {
-            "past_key_values": cache,
+            "cache": cache,
             "streamer": streamer,
             "stopping_criteria": stopping,
             "use_cache": True,

@@ -12,7 +12,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .transformers_api import OLDEST, is_before, needs
+from .transformers_api import is_before, needs
+from .versions import OLDEST
 
 
 # Vision towers that read an image as tiles, with aspect ratios. The width of their output is `vision_output_dim`.
@@ -52,7 +53,8 @@ COMPOSITE = "a larger model, of which the text half is served as {}"
 TABLE: tuple[tuple[Architecture, str], ...] = (
     # Supported, with a difference.
     (Architecture(counts_from_zero=True), "bamba"),
-    (Architecture(via="call"), "codegen falcon gpt_neo gpt_neox_japanese gptj mamba2 mpt"),
+    (Architecture(via="call"), "falcon gpt_neo gpt_neox_japanese mamba2 mpt"),
+    (Architecture(via="call" if is_before("5.24.0") else "keyword"), "codegen gptj"),
     (Architecture(via="call", static_since="5.21.0"), "bloom"),
     (Architecture(via="call", since="5.18.0"), "megatron-bert rembert"),
     (Architecture(via="call", forgets=True), "falcon_mamba mamba"),
@@ -74,7 +76,7 @@ TABLE: tuple[tuple[Architecture, str], ...] = (
     (Architecture("reads bytes through three stacks of layers"), "blt"),
     (Architecture("puts prompt tokens of its own in front of the text"), "cpmant"),
     (Architecture("drafts for a larger model, whose cache it reads"), "gemma4_assistant gemma4_unified_assistant"),
-    (Architecture("runs two stacks of layers in turns, several times a token"), "hrm_text"),
+    (Architecture("runs the same layers several times a token"), "dory hrm_text inkling2_loop_text"),
     (Architecture("has cross-attention to images of its own: `hf-xattn import` brings it over"), "mllama"),
     (Architecture("reads its whole text again at every step: it has no cache"), "openai-gpt"),
     (Architecture("has no layer objects, but lists of their parts"), "xlm"),

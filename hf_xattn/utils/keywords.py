@@ -14,6 +14,8 @@ from typing import Any
 from torch import nn
 from transformers.utils import TransformersKwargs
 
+from .transformers_api import CACHE
+
 
 # What `generate`, `Trainer` and tokenizers hand to every model, and decoders without a use for it ignore.
 COMMON = frozenset({"cache_position", "token_type_ids"})
@@ -30,7 +32,7 @@ ELSEWHERE = {
     "encoder_attention_mask": "cross_attention_mask",
     "pixel_attention_mask": "image_mask",
     "pixel_mask": "image_mask",
-    "cache_params": "past_key_values",
+    "cache_params": CACHE,
     "layers": "cross_attention_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",

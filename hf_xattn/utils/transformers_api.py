@@ -6,8 +6,11 @@ installed transformers. The rest of the package imports from here the names that
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import transformers
 from packaging.version import Version
@@ -15,10 +18,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without what `REPAIRED` says of it
+from transformers.utils.deprecation import deprecate_kwarg
 
+from .versions import NEWEST, OLDEST
 
-# First and last version that the tests ran with. 5.24 calls `past_key_values` of every model `cache`.
-OLDEST, NEWEST, END = "5.17.0", "5.23.0", "5.24"
 
 # What is used, the module that defines it, and the first version that has it.
 _TABLE = {
@@ -61,18 +64,38 @@ REPAIRED = {
     "AutoImageProcessor without torchvision": "5.18.0",
     "activate_past_recording": "5.18.0",  # before, attention got all that a sliding window had recorded
     "modules_to_save": "5.18.0",  # before, `load_adapter` left such modules of an adapter at the values of the base
+    "cache": "5.24.0",  # before, models called this argument, and this field of their results, `past_key_values`
 }
 
 
 def warn_of_version(version: str = transformers.__version__) -> None:
-    """Warns where the installed transformers is outside the range that this package supports."""
-    if not Version(OLDEST) <= Version(Version(version).base_version) < Version(END):
+    """Warns where the installed transformers is older or newer than all versions that the tests ran with.
+
+    A newer one is used as far as it works. The warning lists the private names that it lacks.
+    """
+    given, newest = Version(Version(version).base_version), Version(NEWEST)
+    if given < Version(OLDEST):
         warnings.warn(
-            f"hf_xattn supports transformers from {OLDEST} up to, but without, {END}. With {version}, results may be "
-            f'wrong without an error. `pip install "transformers>={OLDEST},<{END}"` installs a supported version.',
+            f"hf_xattn needs transformers {OLDEST} or newer, got {version}: results may be wrong without an error. "
+            f'`pip install "transformers>={OLDEST}"` installs a version that is supported.',
             UserWarning,
             stacklevel=3,
         )
+    elif given.release[:2] > newest.release[:2]:
+        missing = [f"`{name}` of `transformers.{module}`" for name, (module, _) in PRIVATE.items() if not exists(name)]
+        lacks = f" It lacks {', '.join(missing)}: what uses these names fails, or does less." if missing else ""
+        warnings.warn(
+            f"transformers {version} is newer than {NEWEST}, the newest version that hf_xattn was tested with.{lacks} "
+            "`hf-xattn check` measures on a model whether it does what hf_xattn promises.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def exists(name: str) -> bool:
+    """Whether a name of `PRIVATE` stands in the source of the installed transformers, in the module of the table."""
+    file = Path(transformers.__file__).parent.joinpath(*PRIVATE[name][0].split(".")).with_suffix(".py")
+    return file.is_file() and name in file.read_text(encoding="utf-8")
 
 
 def is_before(version: str) -> bool:
@@ -94,6 +117,26 @@ def _since(name: str) -> str:
     return REPAIRED.get(name) or PRIVATE.get(name, ("", name))[1]
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# What the installed transformers calls the cache, among the arguments and in the results of every model.
+CACHE = "cache" if has("cache") else "past_key_values"
+
+
+def takes_cache(function: Function) -> Function:
+    """Lets a function with an argument `cache` take it under the name `past_key_values`, too.
+
+    Since 5.24, transformers does so with the same decorator: the old name warns, and beside `cache` it warns and is
+    ignored. Before, `past_key_values` is the name that transformers passes and looks for in signatures.
+    """
+    removed_in = "5.40.0" if has("cache") else "0"  # a warning comes with versions before
+    renamed: Any = deprecate_kwarg("past_key_values", removed_in, new_name="cache")(function)
+    signature = inspect.signature(function)
+    parameters = [each.replace(name=CACHE) if each.name == "cache" else each for each in signature.parameters.values()]
+    renamed.__signature__ = signature.replace(parameters=parameters)
+    return renamed
+
+
 HAS_RECORDING = has("activate_past_recording")  # once: compiled code asks
 
 
@@ -107,7 +150,7 @@ def check_recorded(cache: Cache) -> None:
             and layer.keys.shape[-2] >= layer.sliding_window
         ):
             what = "Text after a full sliding window that records its past (`activate_past_recording`)"
-            raise ValueError(needs("activate_past_recording", what) + " Call `past_key_values.crop(0)` before.")
+            raise ValueError(needs("activate_past_recording", what) + " Call `cache.crop(0)` before.")
 
 
 def check_tokenizer(gguf_file: str | None) -> None:

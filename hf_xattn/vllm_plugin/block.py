@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import CrossAttention
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear

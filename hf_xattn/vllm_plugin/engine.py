@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
@@ -27,11 +28,12 @@ CHATS = "hf_xattn"
 
 
 class ConfigParser(HFConfigParser):
-    """Reads `config.json`. Llama 3.2 Vision becomes a model of this package."""
+    """Reads `config.json`. Llama 3.2 Vision becomes a model of this package; what else is read stays as it is."""
 
-    def parse(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
-        given, config = super().parse(*args, **kwargs)
-        return given, as_xattn(config) if config.model_type == "mllama" else config
+    def parse(self, *args: Any, **kwargs: Any) -> Any:
+        parsed: Any = super().parse(*args, **kwargs)
+        config: Any = parsed[-1] if isinstance(parsed, tuple) else None
+        return (*parsed[:-1], as_xattn(config)) if getattr(config, "model_type", None) == "mllama" else parsed
 
 
 class XAttnConvertor(ModelArchConfigConvertorBase):
@@ -131,11 +133,17 @@ def repair_order() -> None:
     GPUModelRunner._batch_mm_inputs_from_scheduler = in_order_of_batch
 
 
-def register_engine(architectures: set[str]) -> None:
-    """Registers what is told by the class of a configuration or the name of an architecture."""
-    TokenizerRegistry.register(CHATS, "vllm.tokenizers.hf", "CachedHfTokenizer")
-    RENDERER_REGISTRY.register(CHATS, "hf_xattn.vllm_plugin.chat", "XAttnRenderer")
-    MODEL_ARCH_CONFIG_CONVERTORS[XAttnConfig.model_type] = XAttnConvertor
-    MODELS_CONFIG_MAP.update(dict.fromkeys(architectures, XAttnEngineConfig))
+def engine_registrations(architectures: set[str]) -> list[Callable[[], object]]:
+    """Registers what is told by the class of a configuration or the name of an architecture, when they are called.
+
+    The last one is the only one that other models meet: their configurations pass through [`ConfigParser`].
+    """
+    found: list[Callable[[], object]] = [
+        lambda: TokenizerRegistry.register(CHATS, "vllm.tokenizers.hf", "CachedHfTokenizer"),
+        lambda: RENDERER_REGISTRY.register(CHATS, "hf_xattn.vllm_plugin.chat", "XAttnRenderer"),
+        lambda: MODEL_ARCH_CONFIG_CONVERTORS.update({XAttnConfig.model_type: XAttnConvertor}),
+        lambda: MODELS_CONFIG_MAP.update(dict.fromkeys(architectures, XAttnEngineConfig)),
+    ]
     if MLLAMA in architectures:
-        _CONFIG_FORMAT_TO_CONFIG_PARSER["hf"] = ConfigParser
+        found.append(lambda: _CONFIG_FORMAT_TO_CONFIG_PARSER.update({"hf": ConfigParser}))
+    return found

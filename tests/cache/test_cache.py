@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 
 from hf_xattn.cache.cross_cache import CrossAttentionLayer, CrossCache
 from hf_xattn.cache.image_cache import ImageCache
+from hf_xattn.utils.transformers_api import CACHE
 
 
 MARKER = 3
@@ -58,13 +59,13 @@ def test_forward_in_pieces_equals_one_forward(name):
     mask = torch.tensor([[True, True], [True, False]])
     expected = model(ids, pixel_values=images, image_mask=mask, use_cache=False).logits
     first = model(ids[:, :4], pixel_values=images, image_mask=mask)
-    cache = first.past_key_values
+    cache = first[CACHE]
     assert isinstance(cache, EncoderDecoderCache) and cross_length(cache) == 32
-    second = model(ids[:, 4:9], past_key_values=cache)
-    third = model(ids[:, 9:], past_key_values=second.past_key_values)
+    second = model(ids[:, 4:9], cache=cache)
+    third = model(ids[:, 9:], cache=second[CACHE])
     logits = torch.cat([first.logits, second.logits, third.logits], dim=1)
     assert torch.allclose(logits, expected, atol=1e-4)
-    assert third.past_key_values is cache and cross_length(cache) == 32 and cache.get_seq_length() == 10
+    assert third[CACHE] is cache and cross_length(cache) == 32 and cache.get_seq_length() == 10
     assert all(cache.is_updated[index] for index in range(2))
 
 
@@ -78,12 +79,12 @@ def test_conversation_on_a_kept_cache(kind, again):
     cache, ids = caches[kind](), token_ids()
     for turn in range(3):
         given = {"pixel_values": images} if turn == 0 or again else {}
-        outputs = generate(model, ids, past_key_values=cache, return_dict_in_generate=True, **given)
+        outputs = generate(model, ids, cache=cache, return_dict_in_generate=True, **given)
         assert calls == Counter({"k_proj": 2, "tower": 1}), "images are encoded in the first turn only"
-        assert cross_length(outputs.past_key_values) == 16
+        assert cross_length(outputs[CACHE]) == 16
         uncached = make_model()
         assert torch.equal(outputs.sequences, generate(uncached, ids, pixel_values=images, use_cache=False)), turn
-        cache = outputs.past_key_values
+        cache = outputs[CACHE]
         ids = torch.cat([outputs.sequences, token_ids(2, 4, seed=20 + turn)], dim=1)
 
 
@@ -107,15 +108,15 @@ def test_a_new_image_in_a_later_turn(visibility, given, kind, static):
         return {name: source[:, chosen], **result}
 
     cache = static_cache(model) if static else fresh_cache()
-    first = generate(model, ids, past_key_values=cache, return_dict_in_generate=True, **inputs(slice(0, 1)))
+    first = generate(model, ids, cache=cache, return_dict_in_generate=True, **inputs(slice(0, 1)))
     later = token_ids(2, 5, seed=21)
     later[:, 1] = later[0, 3] = MARKER
     if kind != "padded":
         later[1, 3] = MARKER
     ids = torch.cat([first.sequences, later], dim=1)
     chosen = slice(1, 3) if given == "new_only" else slice(0, 3)
-    second = generate(model, ids, past_key_values=cache, return_dict_in_generate=True, **inputs(chosen))
-    assert cross_length(second.past_key_values) == 48
+    second = generate(model, ids, cache=cache, return_dict_in_generate=True, **inputs(chosen))
+    assert cross_length(second[CACHE]) == 48
     expected = generate(model, ids, use_cache=False, **inputs(slice(0, 3)))
     assert torch.equal(second.sequences, expected)
 
@@ -131,13 +132,13 @@ def test_same_images_are_not_appended_twice(kind):
     expected = model(ids, use_cache=False, **inputs).logits
     calls = count_encoding(model)
     cache = fresh_cache()
-    pieces = [model(ids[:, start : start + 3], past_key_values=cache, **inputs).logits for start in (0, 3, 6)]
+    pieces = [model(ids[:, start : start + 3], cache=cache, **inputs).logits for start in (0, 3, 6)]
     assert torch.allclose(torch.cat(pieces, dim=1), expected, atol=1e-4)
     assert cross_length(cache) == 32 and calls["k_proj"] == 2 and calls["tower"] == (kind == "pixels")
     # The same image in another row is another image.
     assert cache.cross_attention_cache.layout.num_images == (2 if kind == "pixels" else 1)
     swapped = {name: value.flip(0) for name, value in inputs.items()}
-    model(ids[:, :1], past_key_values=cache, **swapped)
+    model(ids[:, :1], cache=cache, **swapped)
     assert cross_length(cache) == 64
 
 
@@ -147,15 +148,15 @@ def test_length_is_the_number_of_image_tokens(name):
     """A cross half cut to the sliding window, or padded to the text's length (T#46111, T#48141)."""
     model, ids, images = make_model(name), token_ids(1, 4), pixels(1, 3)
     outputs = generate(model, ids, pixel_values=images, return_dict_in_generate=True)
-    assert cross_length(outputs.past_key_values) == 48
+    assert cross_length(outputs[CACHE]) == 48
     outputs = generate(model, ids, pixel_values=images, cache_implementation="static", return_dict_in_generate=True)
-    assert cross_length(outputs.past_key_values) == 48
-    assert outputs.past_key_values.cross_attention_cache.get_seq_length() == 48
+    assert cross_length(outputs[CACHE]) == 48
+    assert outputs[CACHE].cross_attention_cache.get_seq_length() == 48
     big = EncoderDecoderCache(
         StaticCache(config=model.config.text_config, max_cache_len=100),
         StaticCache(config=model.config.text_config, max_cache_len=100),
     )
-    model(ids, pixel_values=images, past_key_values=big)
+    model(ids, pixel_values=images, cache=big)
     assert cross_length(big) == 48
 
 
@@ -176,7 +177,7 @@ def test_ask_again(name, options):
     before = [(layer.keys, layer.values, layer.keys.clone()) for layer in encoded.cross_attention_cache.layers]
     calls = count_encoding(model)
     questions = [token_ids(2, 5, seed=30), token_ids(2, 9, seed=31), token_ids(2, 5, seed=30)]
-    answers = [generate(model, ids, past_key_values=encoded, **options) for ids in questions]
+    answers = [generate(model, ids, cache=encoded, **options) for ids in questions]
     assert not calls
     for ids, answer in zip(questions, answers):
         assert torch.equal(answer, generate(model, ids, pixel_values=images, **options))
@@ -191,8 +192,8 @@ def test_many_questions_about_one_image(options):
     model, images = make_model(), pixels(2)
     ids = token_ids(6, 5)
     encoded = model.encode_images(pixel_values=images)
-    outputs = generate(model, ids, past_key_values=encoded, return_dict_in_generate=True, **options)
-    keys = outputs.past_key_values.cross_attention_cache.layers[0].keys
+    outputs = generate(model, ids, cache=encoded, return_dict_in_generate=True, **options)
+    keys = outputs[CACHE].cross_attention_cache.layers[0].keys
     assert keys.shape[0] == 2 and keys.data_ptr() == encoded.cross_attention_cache.layers[0].keys.data_ptr()
     repeated = generate(model, ids, pixel_values=images.repeat_interleave(3, dim=0), **options)
     assert torch.equal(outputs.sequences, repeated)
@@ -209,8 +210,8 @@ def test_many_questions_with_masks_and_markers(visibility):
     repeated = {"pixel_values": images.repeat_interleave(2, 0), "image_mask": mask.repeat_interleave(2, 0)}
     for options in ({}, {"num_beams": 2}):
         expected = generate(model, ids, use_cache=False, **repeated, **options)
-        assert torch.equal(generate(model, ids, past_key_values=encoded, **options), expected)
-        assert torch.equal(generate(model, ids, past_key_values=encoded, **options), expected)
+        assert torch.equal(generate(model, ids, cache=encoded, **options), expected)
+        assert torch.equal(generate(model, ids, cache=encoded, **options), expected)
 
 
 @torch.no_grad()
@@ -230,34 +231,34 @@ def test_appending_equals_one_call_with_all(kind):
         return {"cross_attention_states": states[:, tokens], **mask}
 
     cache = model.encode_images(**inputs(0, 1))
-    assert model.encode_images(past_key_values=cache, **inputs(1, 3)) is cache
+    assert model.encode_images(cache=cache, **inputs(1, 3)) is cache
     together = model.encode_images(**inputs(0, 3))
     for mine, other in zip(cache.cross_attention_cache.layers, together.cross_attention_cache.layers):
         assert torch.allclose(mine.keys, other.keys, atol=1e-5) and torch.allclose(mine.values, other.values, atol=1e-5)
     expected = generate(model, ids, use_cache=False, **inputs(0, 3))
-    assert torch.equal(generate(model, ids, past_key_values=cache), expected)
-    assert torch.equal(generate(model, ids, past_key_values=together), expected)
+    assert torch.equal(generate(model, ids, cache=cache), expected)
+    assert torch.equal(generate(model, ids, cache=together), expected)
 
 
 def test_a_fork_does_not_grow_the_original():
     """An image added in one conversation that shows up in another one about the same encoded image."""
     model, ids, images = make_model(), token_ids(), pixels(2, 2)
     encoded = model.encode_images(pixel_values=images[:, :1])
-    both = generate(model, ids, past_key_values=encoded, pixel_values=images, return_dict_in_generate=True)
-    assert cross_length(both.past_key_values) == 32 and cross_length(encoded) == 16
+    both = generate(model, ids, cache=encoded, pixel_values=images, return_dict_in_generate=True)
+    assert cross_length(both[CACHE]) == 32 and cross_length(encoded) == 16
     assert encoded.cross_attention_cache.layout.num_images == 1
     assert torch.equal(both.sequences, generate(model, ids, pixel_values=images, use_cache=False))
-    assert torch.equal(generate(model, ids, past_key_values=encoded), generate(model, ids, pixel_values=images[:, :1]))
+    assert torch.equal(generate(model, ids, cache=encoded), generate(model, ids, pixel_values=images[:, :1]))
 
 
 def test_copies_are_independent():
     """A copied cache (to branch a conversation) that shares its growing half."""
     model, ids, images = make_model(), token_ids(), pixels()
     outputs = generate(model, ids, pixel_values=images, return_dict_in_generate=True)
-    kept = copy.deepcopy(outputs.past_key_values)
+    kept = copy.deepcopy(outputs[CACHE])
     more = torch.cat([outputs.sequences, token_ids(2, 3, seed=40)], dim=1)
-    first = generate(model, more, past_key_values=outputs.past_key_values)
-    assert torch.equal(generate(model, more, past_key_values=kept), first)
+    first = generate(model, more, cache=outputs[CACHE])
+    assert torch.equal(generate(model, more, cache=kept), first)
 
 
 # --- operations on a cache
@@ -280,10 +281,10 @@ def test_select():
     mask = torch.tensor([[True, True], [True, False], [False, True]])
     both = pixels(3, 2)
     for inputs in ({"pixel_values": images}, {"pixel_values": both, "image_mask": mask}):
-        cache = model(ids, **inputs).past_key_values
+        cache = model(ids, **inputs)[CACHE]
         cache.batch_select_indices(rows)
         token = token_ids(2, 1, seed=41)
-        logits = model(token, past_key_values=cache).logits
+        logits = model(token, cache=cache).logits
         full = torch.cat([ids[rows], token], dim=1)
         expected = model(full, **{name: value[rows] for name, value in inputs.items()}).logits[:, -1:]
         assert torch.allclose(logits, expected, atol=1e-4)
@@ -315,18 +316,18 @@ def test_repeat_after_select():
             assert cache.text_rows == 4
             given = ids[rows.repeat_interleave(2)]
         else:
-            cache = model(ids, pixel_values=images).past_key_values
+            cache = model(ids, pixel_values=images)[CACHE]
             cache.batch_select_indices(rows)
             assert cache.text_rows == 2
             cache.batch_repeat_interleave(2)
             assert cache.text_rows == 4 and cache.cross_attention_cache.rows == 2
             given = token_ids(4, 1, seed=41)
-        logits = model(given, past_key_values=cache).logits[:, -1]
+        logits = model(given, cache=cache).logits[:, -1]
         four = rows.repeat_interleave(2)
         full = given if encodes_first else torch.cat([ids[four], given], dim=1)
         assert torch.allclose(logits, model(full, pixel_values=images[four]).logits[:, -1], atol=1e-4)
         with pytest.raises(ValueError, match="Expected text of batch 4"):
-            model(token_ids(2, 1), past_key_values=cache)
+            model(token_ids(2, 1), cache=cache)
 
 
 @torch.no_grad()
@@ -337,18 +338,18 @@ def test_repeat_counts_text_rows():
     model = make_model()
     cache = model.encode_images(pixel_values=pixels(2))
     ids = token_ids(6, 5)
-    model(ids, past_key_values=cache)
+    model(ids, cache=cache)
     cache.batch_repeat_interleave(2)
     assert cache.text_rows == 12 and cache.cross_attention_cache.rows == 2
     token = token_ids(12, 1, seed=41)
-    logits = model(token, past_key_values=cache).logits
+    logits = model(token, cache=cache).logits
     full = torch.cat([ids.repeat_interleave(2, dim=0), token], dim=1)
     expected = model(full, pixel_values=pixels(2).repeat_interleave(6, dim=0)).logits[:, -1:]
     assert torch.allclose(logits, expected, atol=1e-4)
-    cache = model(token_ids(2, 5), use_cache=True).past_key_values
+    cache = model(token_ids(2, 5), use_cache=True)[CACHE]
     cache.batch_repeat_interleave(3)
     assert cache.text_rows == 6
-    assert model(token_ids(6, 1), past_key_values=cache).logits.shape[0] == 6
+    assert model(token_ids(6, 1), cache=cache).logits.shape[0] == 6
 
 
 @torch.no_grad()
@@ -360,11 +361,11 @@ def test_select_among_many_questions(visibility):
     ids = token_ids(6, 5)
     ids[:, 1] = ids[1, 3] = ids[5, 3] = MARKER
     cache = model.encode_images(pixel_values=images, image_mask=mask)
-    model(ids, past_key_values=cache)
+    model(ids, cache=cache)
     rows = torch.tensor([5, 0, 1])
     cache.batch_select_indices(rows)
     token = token_ids(3, 1, seed=41)
-    logits = model(token, past_key_values=cache).logits
+    logits = model(token, cache=cache).logits
     images_of_rows = rows // 3
     full = torch.cat([ids[rows], token], dim=1)
     inputs = {"pixel_values": images[images_of_rows], "image_mask": mask[images_of_rows]}
@@ -377,8 +378,8 @@ def test_reset_of_a_fork_leaves_the_original():
     model, ids = make_model(), token_ids()
     encoded = model.encode_images(pixel_values=pixels())
     expected = encoded.cross_attention_cache.layers[0].keys.clone()
-    outputs = generate(model, ids, past_key_values=encoded, return_dict_in_generate=True)
-    outputs.past_key_values.reset()
+    outputs = generate(model, ids, cache=encoded, return_dict_in_generate=True)
+    outputs[CACHE].reset()
     assert torch.equal(encoded.cross_attention_cache.layers[0].keys, expected)
     assert encoded.cross_attention_cache.layout is not None
 
@@ -388,7 +389,7 @@ def test_beams_and_crop_leave_images_alone():
     """K/V of images copied for beams, which stay within their sample, or cut by rejected candidates."""
     model, ids = make_model(), token_ids(6)
     cache = model.encode_images(pixel_values=pixels(3))
-    model(ids, past_key_values=cache)
+    model(ids, cache=cache)
     layers = [(layer, layer.keys) for layer in cache.cross_attention_cache.layers]
     cache.reorder_cache(torch.tensor([1, 1, 2, 3, 5, 4]))
     cache.crop(-3)
@@ -404,12 +405,12 @@ def test_reset_forgets_images():
     model, ids = make_model(), token_ids()
     cache = fresh_cache()
     mask = torch.tensor([[True, False], [True, True]])
-    model(ids, pixel_values=pixels(2, 2), image_mask=mask, past_key_values=cache)
+    model(ids, pixel_values=pixels(2, 2), image_mask=mask, cache=cache)
     cache.reset()
     assert cache.cross_attention_cache.layout is None and not any(cache.is_updated.values())
     other = pixels(2, 1, seed=42)
     assert torch.allclose(
-        model(ids, pixel_values=other, past_key_values=cache).logits, model(ids, pixel_values=other).logits, atol=1e-5
+        model(ids, pixel_values=other, cache=cache).logits, model(ids, pixel_values=other).logits, atol=1e-5
     )
     assert cross_length(cache) == 16
 
@@ -420,7 +421,7 @@ def test_static_cross_half():
     outputs = generate(
         model, token_ids(), pixel_values=pixels(), cache_implementation="static", return_dict_in_generate=True
     )
-    cache = outputs.past_key_values
+    cache = outputs[CACHE]
     assert isinstance(cache.cross_attention_cache, CrossCache) and cache.is_compileable
     assert all(isinstance(layer, CrossAttentionLayer) for layer in cache.cross_attention_cache.layers)
 
@@ -430,8 +431,8 @@ def test_static_cross_half():
 def test_appended_images_need_the_batch_of_the_cache(rows):
     """Images of another batch broadcast over, or mixed into, those that are there."""
     model, ids = make_model(), token_ids()
-    cache = model(ids, pixel_values=pixels()).past_key_values
+    cache = model(ids, pixel_values=pixels())[CACHE]
     with pytest.raises(ValueError, match=f"batch 2, got batch {rows}"):
-        model(ids, pixel_values=pixels(rows, seed=43), past_key_values=cache)
+        model(ids, pixel_values=pixels(rows, seed=43), cache=cache)
     with pytest.raises(ValueError, match=f"batch 2, got batch {rows}"):
-        generate(model, ids, pixel_values=pixels(rows, seed=43), past_key_values=model.encode_images(pixels()))
+        generate(model, ids, pixel_values=pixels(rows, seed=43), cache=model.encode_images(pixels()))

@@ -8,6 +8,7 @@ from tiny_models import make_model, pixels, randomize, token_ids
 
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.cache.image_cache import combine_images, load_image_cache, save_image_cache, select_images
+from hf_xattn.utils.transformers_api import CACHE
 
 
 def answers(model, ids, **kwargs):
@@ -26,11 +27,9 @@ def test_combined_caches_equal_one_batch():
     ]
     combined = combine_images(caches)
     expected = model(ids, pixel_values=both, image_mask=mask).logits
-    assert torch.allclose(model(ids, past_key_values=combined).logits, expected, atol=1e-5)
+    assert torch.allclose(model(ids, cache=combined).logits, expected, atol=1e-5)
     combined = combine_images(caches)
-    assert torch.equal(
-        answers(model, ids, past_key_values=combined), answers(model, ids, pixel_values=both, image_mask=mask)
-    )
+    assert torch.equal(answers(model, ids, cache=combined), answers(model, ids, pixel_values=both, image_mask=mask))
 
 
 def test_selected_rows_share_nothing_with_the_wrong_image():
@@ -39,7 +38,7 @@ def test_selected_rows_share_nothing_with_the_wrong_image():
     images = pixels(2)
     cache = model.encode_images(pixel_values=images)
     chosen = select_images(cache, [1, 0, 1])
-    assert torch.equal(answers(model, ids, past_key_values=chosen), answers(model, ids, pixel_values=images[[1, 0, 1]]))
+    assert torch.equal(answers(model, ids, cache=chosen), answers(model, ids, pixel_values=images[[1, 0, 1]]))
     assert cache.cross_attention_cache.layers[0].keys.shape[0] == 2
     for rows, outside in (([0, 2], r"\[2\]"), ([-1], r"\[-1\]"), (torch.tensor([1, 5]), r"\[5\]")):
         with pytest.raises(IndexError, match=f"Expected `rows` from 0 to 1, .*got {outside}"):
@@ -66,10 +65,8 @@ def test_file_round_trip(tmp_path):
     loaded = load_image_cache(tmp_path / "images.safetensors", model)
     for before, after in zip(cache.cross_attention_cache.layers, loaded.cross_attention_cache.layers):
         assert torch.equal(before.keys, after.keys) and torch.equal(before.values, after.values)
-    assert torch.equal(
-        answers(model, ids, past_key_values=loaded), answers(model, ids, pixel_values=images, image_mask=mask)
-    )
-    again = model.generate(ids, pixel_values=images, image_mask=mask, past_key_values=loaded, max_new_tokens=2)
+    assert torch.equal(answers(model, ids, cache=loaded), answers(model, ids, pixel_values=images, image_mask=mask))
+    again = model.generate(ids, pixel_values=images, image_mask=mask, cache=loaded, max_new_tokens=2)
     assert again.shape == (2, 9)
     assert loaded.cross_attention_cache.get_seq_length() == 32
 
@@ -121,13 +118,13 @@ def test_a_file_with_null_keys(tmp_path):
     save_image_cache(cache, tmp_path / "images.safetensors", model)
     loaded = load_image_cache(tmp_path / "images.safetensors", model)
     assert loaded.cross_attention_cache.layers[0].keys.shape[2] == 17
-    assert torch.equal(answers(model, ids, past_key_values=loaded), answers(model, ids, past_key_values=cache))
+    assert torch.equal(answers(model, ids, cache=loaded), answers(model, ids, cache=cache))
 
 
 def test_a_cache_without_images():
     """An error from deep inside, for a cache that holds text alone."""
     model = make_model()
-    cache = model(token_ids(), use_cache=True).past_key_values
+    cache = model(token_ids(), use_cache=True)[CACHE]
     for call in (lambda: select_images(cache, [0]), lambda: combine_images([cache])):
         with pytest.raises(ValueError, match="XAttnCache that holds no images"):
             call()
@@ -140,7 +137,7 @@ def test_a_reset_cache_forgets_who_encoded_its_images():
     cache = model.encode_images(pixel_values=pixels())
     cache.reset()
     model.blocks[0].attn.k_proj.weight.mul_(2)
-    found = model(ids, pixel_values=pixels(), past_key_values=cache).logits
+    found = model(ids, pixel_values=pixels(), cache=cache).logits
     assert torch.allclose(found, model(ids, pixel_values=pixels()).logits, atol=1e-5)
 
 
@@ -197,7 +194,7 @@ def test_files_beside_offloaded_weights(tmp_path):
     file = tmp_path / "images.safetensors"
     encoded = model.encode_images(pixel_values=images)
     save_image_cache(encoded, file, model)
-    expected = model(ids, past_key_values=encoded).logits
+    expected = model(ids, cache=encoded).logits
     model.save_pretrained(tmp_path / "model")
     layers = {f"model.text_model.model.layers.{index}": "disk" if index == 3 else "cpu" for index in range(4)}
     parts = ("model.text_model.model.embed_tokens", "model.text_model.model.norm", "model.text_model.lm_head")
@@ -209,6 +206,6 @@ def test_files_beside_offloaded_weights(tmp_path):
     assert next(offloaded.model.vision_tower.parameters()).is_meta and offloaded.blocks[1].attn.k_proj.weight.is_meta
     assert offloaded.image_identity() == model.image_identity()
     loaded = load_image_cache(file, offloaded)
-    assert torch.allclose(offloaded(ids, past_key_values=loaded).logits, expected, atol=1e-5)
+    assert torch.allclose(offloaded(ids, cache=loaded).logits, expected, atol=1e-5)
     again = offloaded.encode_images(pixel_values=images)
-    assert torch.allclose(offloaded(ids, past_key_values=again).logits, expected, atol=1e-5)
+    assert torch.allclose(offloaded(ids, cache=again).logits, expected, atol=1e-5)

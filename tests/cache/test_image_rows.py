@@ -15,6 +15,7 @@ from tiny_models import make_model, pixels, randomize, token_ids
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_xattn import freeze_base
+from hf_xattn.utils.transformers_api import CACHE
 
 
 ORDERS = {
@@ -142,7 +143,7 @@ def test_a_single_image_token():
     found = model(ids, cross_attention_states=states, image_rows=index)
     assert torch.allclose(found.logits, expected, atol=1e-5)
     assert torch.equal(found.logits[3], model(ids[3:4]).logits[0]), "no image: the base, bit for bit"
-    assert found.past_key_values is None
+    assert found.get(CACHE) is None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -228,7 +229,7 @@ REFUSED = {
     "no rows": ({"pixel_values": IMAGES[:0], "image_rows": ROWS * 0 - 1}, r"got no image: the shape is \(0, 1"),
     "floats": ({"pixel_values": IMAGES, "image_rows": ROWS.float()}, "`image_rows` to hold integers"),
     "a cache": ({"pixel_values": IMAGES, "image_rows": ROWS, "use_cache": True}, "encode_images"),
-    "given cache": ({"pixel_values": IMAGES, "image_rows": ROWS, "past_key_values": fresh_cache}, "encode_images"),
+    "given cache": ({"pixel_values": IMAGES, "image_rows": ROWS, "cache": fresh_cache}, "encode_images"),
     "image mask of the text": (
         {"pixel_values": IMAGES, "image_rows": ROWS, "image_mask": torch.ones(3, 1, dtype=torch.bool)},
         "`image_mask`",

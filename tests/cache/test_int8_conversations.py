@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from hf_xattn import attention_maps
 from hf_xattn.cache.image_cache import ImageCache, combine_images, load_image_cache, save_image_cache, select_images
+from hf_xattn.utils.transformers_api import CACHE
 
 
 def encoded(model, images, **kwargs):
@@ -40,10 +41,10 @@ def test_answers_of_every_kind_of_model(kind):
     cache = encoded(model, images)
     with Counted(model) as counts:
         for question in (ids, ids + 1):
-            found = asked(model, question, past_key_values=cache)
+            found = asked(model, question, cache=cache)
             assert_same(found, asked(reference, question, pixel_values=images), equal=False)
-            assert all_in_int8(found.past_key_values) and type(cache) is ImageCache
-        logits = model(ids, past_key_values=cache.fork(DynamicCache(config=model.config.text_config))).logits
+            assert all_in_int8(found[CACHE]) and type(cache) is ImageCache
+        logits = model(ids, cache=cache.fork(DynamicCache(config=model.config.text_config))).logits
         assert close(logits, reference(ids, pixel_values=images, use_cache=False).logits)
     assert counts == {}
     plain = model(ids, pixel_values=images, use_cache=False).logits
@@ -67,7 +68,7 @@ def test_ways_to_decode(way):
     batch = 1 if way == "lookup" else 2
     ids, cache = token_ids(batch), encoded(model, pixels(batch, 2))
     answers = []
-    for served, images in ((model, {"past_key_values": cache}), (reference, {"pixel_values": pixels(batch, 2)})):
+    for served, images in ((model, {"cache": cache}), (reference, {"pixel_values": pixels(batch, 2)})):
         served.set_attn_implementation("eager")
         torch.manual_seed(4)
         answers.append(asked(served, ids, **images, **WAYS[way]))
@@ -85,11 +86,11 @@ def test_images_in_later_turns(rule):
     model, reference = both(marked, rule=rule)
     turns = [pixels(2, 1, seed=seed) for seed in range(3)]
     text = torch.tensor([[MARKER, 7, 8], [5, MARKER, 9]])
-    cache, other, first = encoded(model, turns[0], past_key_values=fresh_cache()), fresh_cache(), None
+    cache, other, first = encoded(model, turns[0], cache=fresh_cache()), fresh_cache(), None
     for turn in range(3):
         images = torch.cat(turns[: turn + 1], dim=1)
-        answer = asked(model, text, past_key_values=cache, **({"pixel_values": images} if turn else {}))
-        assert_same(answer, asked(reference, text, pixel_values=images, past_key_values=other), equal=False)
+        answer = asked(model, text, cache=cache, **({"pixel_values": images} if turn else {}))
+        assert_same(answer, asked(reference, text, pixel_values=images, cache=other), equal=False)
         cross = cache.cross_attention_cache
         assert all_in_int8(cache) and cross.get_seq_length() == 16 * (turn + 1)
         first = first or [tensor.clone() for tensor in cross.layers[0].tensors]
@@ -107,13 +108,13 @@ def test_a_forward_brings_images():
     model, reference = both()
     ids, images = token_ids(2, 9), pixels(2, 2)
     cache = encoded(model, images[:, :1]).fork(DynamicCache(config=model.config.text_config))
-    found = [model(ids[:, :4], past_key_values=cache).logits]
-    found.append(model(ids[:, 4:7], pixel_values=images[:, 1:], past_key_values=cache).logits)
-    found.append(model(ids[:, 7:], past_key_values=cache).logits)
+    found = [model(ids[:, :4], cache=cache).logits]
+    found.append(model(ids[:, 4:7], pixel_values=images[:, 1:], cache=cache).logits)
+    found.append(model(ids[:, 7:], cache=cache).logits)
     other = reference(ids[:, :4], pixel_values=images[:, :1], use_cache=True)
     expected = [other.logits]
     for part, more in ((ids[:, 4:7], {"pixel_values": images[:, 1:]}), (ids[:, 7:], {})):
-        other = reference(part, past_key_values=other.past_key_values, **more)
+        other = reference(part, cache=other[CACHE], **more)
         expected.append(other.logits)
     assert all(map(close, found, expected)) and all_in_int8(cache)
     assert cache.cross_attention_cache.get_seq_length() == 32
@@ -126,10 +127,10 @@ def test_rows_without_images():
     ids, images = token_ids(3), pixels(3, 2)
     mask = torch.tensor([[True, True], [False, False], [True, False]])
     cache = encoded(model, images, image_mask=mask)
-    logits = model(ids, past_key_values=cache.fork(DynamicCache(config=model.config.text_config))).logits
+    logits = model(ids, cache=cache.fork(DynamicCache(config=model.config.text_config))).logits
     assert close(logits, reference(ids, pixel_values=images, image_mask=mask, use_cache=False).logits)
     assert torch.equal(logits[1], make_text()(ids).logits[1]), "bit for bit"
-    found = generate(model, ids, past_key_values=cache, output_logits=True, return_dict_in_generate=True)
+    found = generate(model, ids, cache=cache, output_logits=True, return_dict_in_generate=True)
     base = make_text().generate(
         ids, max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True
     )
@@ -139,7 +140,7 @@ def test_rows_without_images():
     assert torch.equal(text_only, make_text()(ids).logits)
     fresh = make_model(random=False)
     cache = encoded(fresh, images).fork(DynamicCache())
-    assert torch.equal(fresh(ids, past_key_values=cache).logits, make_text()(ids).logits), "a fresh model is its base"
+    assert torch.equal(fresh(ids, cache=cache).logits, make_text()(ids).logits), "a fresh model is its base"
 
 
 @torch.no_grad()
@@ -150,15 +151,11 @@ def test_a_broken_image_stays_in_its_row(fault):
     images[0, 0, 0, 3, 3] = fault
     cache = encoded(model, images)
     for text in (ids, ids[:, :1]):
-        logits = model(text, past_key_values=cache.fork(DynamicCache())).logits
-        expected = (
-            model(text, past_key_values=encoded(model, images[1:]).fork(DynamicCache())).logits if False else None
-        )
+        logits = model(text, cache=cache.fork(DynamicCache())).logits
+        expected = model(text, cache=encoded(model, images[1:]).fork(DynamicCache())).logits if False else None
         assert expected is None
         assert logits[0].isnan().all() and logits[1].isfinite().all()
-        assert close(
-            logits[1:], model(text[1:], past_key_values=encoded(model, images[1:]).fork(DynamicCache())).logits
-        )
+        assert close(logits[1:], model(text[1:], cache=encoded(model, images[1:]).fork(DynamicCache())).logits)
         plain = model(text, pixel_values=images).logits
         assert torch.equal(plain.isnan(), logits.isnan())
 
@@ -171,24 +168,22 @@ def test_select_repeat_crop_and_reset():
     cache = encoded(model, images)
     chosen = select_images(cache, [2, 0, 2])
     assert all_in_int8(chosen)
-    assert_same(
-        asked(model, ids, past_key_values=chosen), asked(reference, ids, pixel_values=images[[2, 0, 2]]), equal=False
-    )
+    assert_same(asked(model, ids, cache=chosen), asked(reference, ids, pixel_values=images[[2, 0, 2]]), equal=False)
     talk, other = (
         served.encode_images(images, **more).fork(DynamicCache())
         for served, more in ((model, {"cache_dtype": "int8"}), (reference, {}))
     )
     for served, each in ((model, talk), (reference, other)):
-        served(ids, past_key_values=each)
+        served(ids, cache=each)
         each.batch_repeat_interleave(2)
         each.batch_select_indices(torch.tensor([5, 0, 3]))
         each.reorder_cache(torch.tensor([1, 0, 2]))
         each.crop(-2)
-    assert close(model(ids, past_key_values=talk).logits, reference(ids, past_key_values=other).logits)
+    assert close(model(ids, cache=talk).logits, reference(ids, cache=other).logits)
     assert all_in_int8(talk)
     talk.reset()
     assert talk.cross_attention_cache.cache_dtype is None and talk.cross_attention_cache.nbytes == 0
-    logits = model(ids, pixel_values=images, past_key_values=talk).logits
+    logits = model(ids, pixel_values=images, cache=talk).logits
     assert torch.equal(logits, model(ids, pixel_values=images).logits), "without `cache_dtype` nothing is rounded"
 
 
@@ -202,7 +197,7 @@ def test_copies_and_combined_rows():
     assert all_in_int8(combined) and combined.nbytes == 2 * parts[0].nbytes
     expected = asked(reference, ids, pixel_values=images, image_mask=mask)
     for cache in (combined, copy.deepcopy(combined), pickle.loads(pickle.dumps(combined))):
-        assert_same(asked(model, ids, past_key_values=cache), expected, equal=False)
+        assert_same(asked(model, ids, cache=cache), expected, equal=False)
     with pytest.raises(ValueError, match=r"Expected `caches` of one `cache_dtype`, got \['None', 'int8'\]"):
         combine_images([parts[0], model.encode_images(images[1:])])
 
@@ -220,8 +215,8 @@ def test_files(tmp_path, dtype):
     for mine, theirs in zip(loaded.cross_attention_cache.layers, cache.cross_attention_cache.layers, strict=True):
         assert mine.dtype == theirs.dtype == dtype
         assert all(map(torch.equal, mine.tensors, theirs.tensors)) and len(mine.tensors) == 4
-    assert_same(asked(model, ids, past_key_values=loaded), asked(model, ids, past_key_values=cache))
-    again = model.encode_images(pixels(2, 1, seed=8), past_key_values=loaded)
+    assert_same(asked(model, ids, cache=loaded), asked(model, ids, cache=cache))
+    again = model.encode_images(pixels(2, 1, seed=8), cache=loaded)
     assert all_in_int8(again) and again.cross_attention_cache.get_seq_length() == 49
 
 
@@ -230,7 +225,7 @@ def test_maps_of_encoded_images():
     """Attention to rounded keys that differs from what the model computes with."""
     model, reference = both()
     ids, images = token_ids(1), pixels(1, 2)
-    found = attention_maps(model, {"input_ids": ids, "past_key_values": encoded(model, images)}, max_new_tokens=3)
+    found = attention_maps(model, {"input_ids": ids, "cache": encoded(model, images)}, max_new_tokens=3)
     expected = attention_maps(reference, {"input_ids": ids, "pixel_values": images}, max_new_tokens=3)
     assert all(map(close, found.weights, expected.weights)) and torch.equal(found.tokens, expected.tokens)
 
@@ -246,11 +241,11 @@ def test_compiled_decoding():
         cache = encoded(model, images)
         expected = generate(reference, ids, pixel_values=images.expand(2, -1, -1, -1, -1))
         with torch.compiler.set_stance("default" if index == 0 else "fail_on_recompile"):
-            tokens = model.generate(ids, past_key_values=cache, max_length=12, do_sample=False, **compiled(backend))
+            tokens = model.generate(ids, cache=cache, max_length=12, do_sample=False, **compiled(backend))
         assert torch.equal(tokens[:, : 6 + index + 5], expected[:, :12]) and len(graphs) == 1
     step = torch.compile(model.forward, backend="eager", fullgraph=True)
     static = encoded(model, images).fork(StaticCache(config=model.config.text_config, max_cache_len=16))
-    found = step(ids, past_key_values=static, position_ids=torch.arange(7)[None]).logits
+    found = step(ids, cache=static, position_ids=torch.arange(7)[None]).logits
     assert close(found, reference(ids, pixel_values=images.expand(2, -1, -1, -1, -1)).logits)
     torch._dynamo.reset()
 
@@ -266,7 +261,7 @@ def test_decode_steps_of_a_program():
     model.enable_image_store(dtype="int8")
     decode = export(model, {"input_ids": ids, "pixel_values": pixels(2, 2)}, only="decode")["decode"]
     cache = encoded(model, pixels(2, 2, seed=5)).fork(DynamicCache(config=config))
-    decoded = decode_both_ways(model, decode, model(ids, past_key_values=cache), 3, same=close)
+    decoded = decode_both_ways(model, decode, model(ids, cache=cache), 3, same=close)
     assert all_in_int8(decoded) and decoded.get_seq_length() == 12
 
 
@@ -278,13 +273,13 @@ def test_refused():
     cache = encoded(model, images)
     talk = cache.fork(DynamicCache())
     with pytest.raises(ValueError, match="inference only.*under `torch.no_grad"):
-        model(ids, pixel_values=pixels(seed=3), past_key_values=talk)
+        model(ids, pixel_values=pixels(seed=3), cache=talk)
     assert counts == {}, "nothing has run"
     model.train()
     with pytest.raises(ValueError, match='`cache_dtype="int8"`, which is for inference only'):
-        model(ids, past_key_values=talk, labels=ids)
+        model(ids, cache=talk, labels=ids)
     model.eval()
-    assert talk.get_seq_length() == 0 and torch.isfinite(model(ids, past_key_values=talk, labels=ids).loss)
+    assert talk.get_seq_length() == 0 and torch.isfinite(model(ids, cache=talk, labels=ids).loss)
     for wrong in ("int4", "torch.int8", "bfloat16", ""):
         expected = f"Expected `cache_dtype` to be \"int8\" or None .*, got '{wrong}'"
         with torch.no_grad(), pytest.raises(ValueError, match=expected):
@@ -294,11 +289,9 @@ def test_refused():
             model.encode_images(images, cache_dtype=wrong)
     with torch.no_grad():
         plain = model.encode_images(images)
-        with pytest.raises(
-            ValueError, match="Expected `cache_dtype` to be None, because the images in `past_key_values`"
-        ):
-            model.encode_images(pixels(seed=3), past_key_values=plain, cache_dtype="int8")
+        with pytest.raises(ValueError, match="Expected `cache_dtype` to be None, because the images in `cache`"):
+            model.encode_images(pixels(seed=3), cache=plain, cache_dtype="int8")
         assert plain.cache_dtype is None and plain.cross_attention_cache.get_seq_length() == 16
         rows = torch.tensor([0, 0])
         with pytest.raises(ValueError, match="`image_rows`"):
-            model(ids, past_key_values=cache.fork(DynamicCache()), image_rows=rows)
+            model(ids, cache=cache.fork(DynamicCache()), image_rows=rows)

@@ -6,6 +6,7 @@ from marked_models import MARKER, close, marked, states_of
 from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn.cache.image_cache import combine_images
+from hf_xattn.utils.transformers_api import CACHE
 
 
 def images_cases():
@@ -32,7 +33,7 @@ def test_images_that_come_again(kind):
 
     def length(cached, given):
         cache = model.encode_images(**inputs(*cached))
-        model(ids, past_key_values=cache, **inputs(*given))
+        model(ids, cache=cache, **inputs(*given))
         return cache.cross_attention_cache.get_seq_length() // 16
 
     assert length([a, b], [a, b]) == 2, "all known"
@@ -57,24 +58,24 @@ def test_a_cached_image_that_is_sent_again_with_its_marker(rule):
     ids[:, 1] = ids[:, 5] = ids[:, 7] = MARKER
 
     def turns(second, **given):
-        cache = model(ids[:, :4], pixel_values=a).past_key_values
-        return model(ids[:, 4 : 4 + second], past_key_values=cache, **given).logits
+        cache = model(ids[:, :4], pixel_values=a)[CACHE]
+        return model(ids[:, 4 : 4 + second], cache=cache, **given).logits
 
     with pytest.raises(ValueError, match="Row 0: expected one image marker for each of 1 images without one, got 2"):
         turns(8, pixel_values=joined(a, b))
     with pytest.raises(ValueError, match="Row 1: expected one image marker for each of 1 images without one, got 2"):
-        other = model(ids[:, :4], pixel_values=torch.cat([pixels(1, 1, seed=9), a[1:]])).past_key_values
+        other = model(ids[:, :4], pixel_values=torch.cat([pixels(1, 1, seed=9), a[1:]]))[CACHE]
         ids_now, given = ids[:, 4:].clone(), torch.cat([joined(pixels(1, 1, seed=9), b[:1]), joined(a, b)[1:]])
         ids_now[0, 3] = 7
-        model(ids_now, past_key_values=other, pixel_values=given)
+        model(ids_now, cache=other, pixel_values=given)
     whole = model(ids, pixel_values=joined(a, a, b)).logits[:, 4:]
     close(turns(8, pixel_values=joined(a, a, b)), whole)  # all images of the conversation, and then the new ones
     close(turns(3, pixel_values=joined(a, b)), model(ids[:, :7], pixel_values=joined(a, b)).logits[:, 4:])
     encoded = model.encode_images(pixel_values=a)  # which wait for their markers
-    close(model(ids[:, :7], past_key_values=encoded, pixel_values=joined(a, b)).logits[:, 4:], turns(3, pixel_values=b))
+    close(model(ids[:, :7], cache=encoded, pixel_values=joined(a, b)).logits[:, 4:], turns(3, pixel_values=b))
     encoded = model.encode_images(pixel_values=a)
-    later = model(ids[:, :1], past_key_values=encoded).past_key_values
-    close(model(ids[:, 1:7], past_key_values=later, pixel_values=joined(a, b)).logits[:, 3:], turns(3, pixel_values=b))
+    later = model(ids[:, :1], cache=encoded)[CACHE]
+    close(model(ids[:, 1:7], cache=later, pixel_values=joined(a, b)).logits[:, 3:], turns(3, pixel_values=b))
 
 
 @torch.no_grad()
@@ -85,11 +86,11 @@ def test_images_that_come_again_row_by_row():
     a, b, c = images_cases()
     first = joined(a, b)
     mask = torch.tensor([[True, True], [True, False]])
-    cache = model(ids[:, :5], pixel_values=first, image_mask=mask).past_key_values
+    cache = model(ids[:, :5], pixel_values=first, image_mask=mask)[CACHE]
     later = torch.stack([joined(a, b, c)[0], joined(a, c, b)[1]])  # row 1 has two images, its padding at the end
     later_mask = torch.tensor([[True, True, True], [True, True, False]])
     inputs = {"pixel_values": later, "image_mask": later_mask}
-    logits = model(ids[:, 5:], past_key_values=cache, **inputs).logits
+    logits = model(ids[:, 5:], cache=cache, **inputs).logits
     assert close(logits, model(ids, use_cache=False, **inputs).logits[:, 5:])
     assert cache.cross_attention_cache.layout.num_images == 3
 
@@ -101,7 +102,7 @@ def test_masks_in_the_places_of_the_call(kind):
     model, ids = make_model(), token_ids(2, 9)
     a, b, c = images_cases()
     mask = torch.tensor([[True, True], [True, False]])
-    cache = model(ids[:, :5], pixel_values=joined(a, b), image_mask=mask).past_key_values
+    cache = model(ids[:, :5], pixel_values=joined(a, b), image_mask=mask)[CACHE]
     images = torch.stack([joined(a, b, c)[0], joined(a, c, b)[1]])
     inputs = {"pixel_values": images, "image_mask": torch.tensor([[True, True, True], [True, True, False]])}
     sees = torch.ones(2, 9, 3, dtype=torch.bool)
@@ -119,7 +120,7 @@ def test_masks_in_the_places_of_the_call(kind):
         inputs["cross_attention_mask"] = whole[:, 5:]
     else:
         inputs["image_attention_mask"] = sees[:, 5:].long()
-    logits = model(ids[:, 5:], past_key_values=cache, **inputs).logits
+    logits = model(ids[:, 5:], cache=cache, **inputs).logits
     assert close(logits, expected[:, 5:])
 
 
@@ -138,13 +139,13 @@ def test_a_mask_does_not_show_padding(form, rule):
     model, ids, (a, b, _) = marked(rule), token_ids(2, 8), images_cases()
     ids[:, :2] = MARKER
     mask = torch.tensor([[True, True], [True, False]])
-    cache = model(ids[:, :4], pixel_values=joined(a, b), image_mask=mask).past_key_values
+    cache = model(ids[:, :4], pixel_values=joined(a, b), image_mask=mask)[CACHE]
     for call in (model, model.generate):
         text = ids[:, 4:] if call is model else ids
         with pytest.raises(ValueError, match=f"`{next(iter(FORMS[form]))}` to hide.*image 1 of row 1"):
-            call(text, past_key_values=cache, **FORMS[form])
+            call(text, cache=cache, **FORMS[form])
     if rule == "all":  # who names the padding may show what is beside it
-        named = model(ids[:, 4:], past_key_values=cache, image_mask=mask, **FORMS[form]).logits
+        named = model(ids[:, 4:], cache=cache, image_mask=mask, **FORMS[form]).logits
         expected = model(ids, pixel_values=joined(a, b), image_mask=mask, use_cache=False).logits
         assert close(named, expected[:, 4:])
 
@@ -167,25 +168,25 @@ def test_padding_that_comes_again_without_a_word(kind, rule):
         return {"cross_attention_states": states_of(model, given), **named}
 
     def cache():
-        cached = model(ids[:, :4], **inputs(a, real=[False])).past_key_values
-        model(ids[:, 4:8], past_key_values=cached)
+        cached = model(ids[:, :4], **inputs(a, real=[False]))[CACHE]
+        model(ids[:, 4:8], cache=cached)
         return cached
 
     with pytest.raises(ValueError, match="`image_mask`, got none: image 0 of row 0 is padding"):
-        model(ids[:, 8:], past_key_values=cache(), **inputs(a, b))
+        model(ids[:, 8:], cache=cache(), **inputs(a, b))
     for real, whole, real_of_whole in (
         ([False, True], (a, b), [False, True]),
         ([True, True], (a, a, b), [False, True, True]),
         ([False, True], (a, c, b), [False, False, True]),  # another padding image
     ):
         later, known = inputs(*whole[-2:], real=real), cache()
-        logits = model(ids[:, 8:], past_key_values=known, **later).logits
+        logits = model(ids[:, 8:], cache=known, **later).logits
         expected = model(ids, **inputs(*whole, real=real_of_whole), use_cache=True).logits
         assert close(logits, expected[:, 8:])
         assert known.cross_attention_cache.layout.num_images == len(whole)
     sees, found = torch.tensor([0, 0, 1]).expand(2, 4, -1), []
     for columns in (sees, sees[..., 1:]):  # of all images, or of those that are given
-        found.append(model(ids[:, 8:], past_key_values=cache(), **later, image_attention_mask=columns).logits)
+        found.append(model(ids[:, 8:], cache=cache(), **later, image_attention_mask=columns).logits)
     assert torch.equal(*found)
 
 
@@ -197,10 +198,10 @@ def test_padding_is_not_encoded():
     cache = model.encode_images(pixel_values=pixels(2, 2), image_mask=mask)
     for call in (model, model.generate):
         with pytest.raises(ValueError, match="was not encoded. In row 0, 1 of 2 entries differ"):
-            call(ids, past_key_values=cache, image_mask=torch.ones_like(mask))
+            call(ids, cache=cache, image_mask=torch.ones_like(mask))
     tokens = mask.repeat_interleave(16, dim=1)
     tokens[1, 5:] = False
-    model(ids, past_key_values=cache, cross_attention_mask=tokens)
+    model(ids, cache=cache, cross_attention_mask=tokens)
 
 
 @torch.no_grad()
@@ -209,12 +210,12 @@ def test_images_of_other_precision_cannot_be_compared():
     model, ids, images = make_model(), token_ids(2, 4), pixels()
     cache = model.encode_images(pixel_values=images)
     with pytest.raises(ValueError, match=r"in torch.float32.*got torch.bfloat16"):
-        model(ids, pixel_values=images.bfloat16(), past_key_values=cache)
+        model(ids, pixel_values=images.bfloat16(), cache=cache)
     half = make_model()
     half.model.vision_tower.bfloat16()
     half.model.connector.bfloat16()
     cache = half.encode_images(pixel_values=images)
-    half(ids, pixel_values=images.bfloat16(), past_key_values=cache)  # what the tower gets is the same
+    half(ids, pixel_values=images.bfloat16(), cache=cache)  # what the tower gets is the same
     assert cache.cross_attention_cache.get_seq_length() == 16
 
 
@@ -228,10 +229,10 @@ def test_combined_caches_know_their_images():
     )
     again = torch.stack([joined(a, c)[0], joined(a, b)[1]])
     mask = torch.tensor([[True, False], [True, True]])
-    model(ids, pixel_values=again, image_mask=mask, past_key_values=combined)
+    model(ids, pixel_values=again, image_mask=mask, cache=combined)
     assert combined.cross_attention_cache.get_seq_length() == 32
     mixed = combine_images(
         [model.encode_images(pixel_values=a[:1]), model.encode_images(cross_attention_states=states_of(model, b[1:]))]
     )
     with pytest.raises(ValueError, match="content was not recorded"):
-        model(ids, pixel_values=a, past_key_values=mixed)
+        model(ids, pixel_values=a, cache=mixed)

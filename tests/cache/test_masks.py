@@ -8,6 +8,8 @@ from marked_models import MARKER, RULES, close, generate, marked, sees_of, state
 from tiny_models import make_model, make_text, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
+from hf_xattn.utils.transformers_api import CACHE
+
 
 @pytest.mark.parametrize("form", ["tiles", "images", "tokens"])
 @pytest.mark.parametrize("given", ["all", "new", "none"])
@@ -35,13 +37,13 @@ def test_mask_over_the_chat_with_a_kept_cache(form, given, mask_of):
 
     wants = {"output_logits": True, "return_dict_in_generate": True}
     first = generate(model, ids, pixel_values=images[:, :2], **masks(by_image[:, :8, :2]), **wants)
-    cached = first.past_key_values.get_seq_length()
+    cached = first[CACHE].get_seq_length()
     chat = torch.cat([first.sequences, token_ids(2, 30 - 13, seed=9)], dim=1)
     # Text between the prompt and the new turn has seen what the prompt's last token saw.
     by_image[:, 8:cached] = by_image[:, 7:8]
     part = by_image if mask_of == "whole" else by_image[:, cached:]
     again = {} if given == "none" else {"pixel_values": images if given == "all" else images[:, 2:]}
-    answer = generate(model, chat, past_key_values=first.past_key_values, **again, **masks(part), **wants)
+    answer = generate(model, chat, cache=first[CACHE], **again, **masks(part), **wants)
     expected = generate(model, chat, pixel_values=images, use_cache=False, **masks(by_image), **wants)
     assert torch.equal(answer.sequences, expected.sequences)
     assert close(torch.stack(answer.logits), torch.stack(expected.logits))
@@ -58,7 +60,7 @@ def test_mask_over_the_chat_decides_for_new_text_alone():
         right = sees_of(chat, "previous", 2) if rule == "previous" else torch.ones(2, 14, 32, dtype=torch.bool)
         other = right.clone()
         other[1, 2] = ~other[1, 2]
-        answer = generate(model, chat, past_key_values=first.past_key_values, cross_attention_mask=other)
+        answer = generate(model, chat, cache=first[CACHE], cross_attention_mask=other)
         assert torch.equal(
             answer, generate(model, chat, pixel_values=images, use_cache=False, cross_attention_mask=right)
         )
@@ -68,14 +70,14 @@ def test_mask_over_the_chat_beside_a_static_cache():
     """A cache that does not know what its text has seen: a mask over all of it, or for the new text, says the same."""
     model, images, ids = make_model(), pixels(), token_ids(2, 6)
     cache = EncoderDecoderCache(StaticCache(config=model.config.text_config, max_cache_len=64), DynamicCache())
-    first = generate(model, ids, pixel_values=images, past_key_values=cache, return_dict_in_generate=True)
+    first = generate(model, ids, pixel_values=images, cache=cache, return_dict_in_generate=True)
     chat = torch.cat([first.sequences, token_ids(2, 4, seed=9)], dim=1)
     mask = torch.rand(2, chat.shape[1], 16) < 0.5
     mask[:, :10] = True
     expected = generate(model, chat, pixel_values=images, use_cache=False, cross_attention_mask=mask)
     for given in (mask, mask[:, 10:]):
         again = copy.deepcopy(cache)
-        assert torch.equal(generate(model, chat, past_key_values=again, cross_attention_mask=given), expected)
+        assert torch.equal(generate(model, chat, cache=again, cross_attention_mask=given), expected)
 
 
 def test_masks_of_another_length_are_refused():
@@ -126,12 +128,12 @@ def test_masks_beside_encoded_images_act(rows, kind):
         expected = generate(
             model, ids, use_cache=False, **beside, **{k: v for k, v in options.items() if k == "num_beams"}
         )
-        assert torch.equal(generate(model, ids, past_key_values=encoded, **{name: mask}, **options), expected)
+        assert torch.equal(generate(model, ids, cache=encoded, **{name: mask}, **options), expected)
     # The encoded images are as they were.
     expected = generate(model, ids, pixel_values=repeated, use_cache=False)
-    assert torch.equal(generate(model, ids, past_key_values=encoded), expected)
+    assert torch.equal(generate(model, ids, cache=encoded), expected)
     with pytest.raises(ValueError, match=f"`{name}`"):
-        generate(model, ids, past_key_values=encoded, **{name: mask[:, :-1]})
+        generate(model, ids, cache=encoded, **{name: mask[:, :-1]})
 
 
 @torch.no_grad()
@@ -139,16 +141,16 @@ def test_masks_beside_a_conversation_must_agree():
     """Padding that changes in the middle of a conversation, whose first part was read with other padding."""
     model, images, ids = make_model(), pixels(2, 2), token_ids(2, 6)
     mask = torch.tensor([[True, True], [True, False]])
-    cache = model(ids, pixel_values=images, image_mask=mask).past_key_values
+    cache = model(ids, pixel_values=images, image_mask=mask)[CACHE]
     more = token_ids(2, 3, seed=8)
     expected = model(torch.cat([ids, more], 1), pixel_values=images, image_mask=mask).logits[:, 6:]
-    assert close(model(more, past_key_values=cache, image_mask=mask).logits, expected)
+    assert close(model(more, cache=cache, image_mask=mask).logits, expected)
     with pytest.raises(ValueError, match="the same `image_mask` for the images.*In row 0, 2 of 2"):
-        model(more, past_key_values=cache, image_mask=~mask)
+        model(more, cache=cache, image_mask=~mask)
     tokens = torch.ones(2, 32, dtype=torch.bool)
     tokens[1, 3:7] = False
     with pytest.raises(ValueError, match="the same `cross_attention_mask` for the images.*In row 1, 4 of 32"):
-        model(more, past_key_values=cache, cross_attention_mask=tokens)
+        model(more, cache=cache, cross_attention_mask=tokens)
     assert cache.get_seq_length() == 9
 
 
@@ -159,9 +161,9 @@ def test_mask_over_new_images_leaves_the_others_to_the_rule(rule):
     model, images = marked(rule), pixels(2, 2)
     ids = token_ids(2, 10)
     ids[:, 1] = ids[0, 6] = MARKER
-    cache = model(ids[:, :5], pixel_values=images[:, :1]).past_key_values
+    cache = model(ids[:, :5], pixel_values=images[:, :1])[CACHE]
     mask = torch.rand(2, 5, 16) < 0.5
-    logits = model(ids[:, 5:], pixel_values=images[:, 1:], cross_attention_mask=mask, past_key_values=cache).logits
+    logits = model(ids[:, 5:], pixel_values=images[:, 1:], cross_attention_mask=mask, cache=cache).logits
     seen = torch.zeros(2, 10, 32, dtype=torch.bool)
     seen[:, 0 if rule == "all" else 1 :, :16] = True
     if rule == "latest" or rule == "latest_group":
@@ -186,8 +188,8 @@ def test_markers_count_again_after_a_mask(rule):
     whole[:, 5:7] = mask[:, -1:]
     expected = model(ids, pixel_values=images, cross_attention_mask=whole, use_cache=False).logits
     for cut in (6, 8, 11):
-        cache = model(ids[:, :5], pixel_values=images, cross_attention_mask=mask).past_key_values
-        parts = [model(part, past_key_values=cache).logits for part in (ids[:, 5:cut], ids[:, cut:])]
+        cache = model(ids[:, :5], pixel_values=images, cross_attention_mask=mask)[CACHE]
+        parts = [model(part, cache=cache).logits for part in (ids[:, 5:cut], ids[:, cut:])]
         assert close(torch.cat(parts, 1), expected[:, 5:])
     uncached = generate(model, ids[:, :5], pixel_values=images, cross_attention_mask=mask, use_cache=False)
     assert torch.equal(generate(model, ids[:, :5], pixel_values=images, cross_attention_mask=mask), uncached)

@@ -13,6 +13,7 @@ from transformers.utils.logging import warning_once
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.cache.digests import digest
 from hf_xattn.cache.image_cache import save_image_cache, select_images
+from hf_xattn.utils.transformers_api import CACHE
 
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -45,11 +46,11 @@ def test_images_stay_without_text(change, model):
     elif change == "reorder":
         cache.reorder_cache(torch.tensor([0, 1]))
     else:
-        model(token_ids(2), past_key_values=cache)
+        model(token_ids(2), cache=cache)
         cache.crop(-token_ids(2).shape[1])
     for length in (7, 20):
         ids = token_ids(len(images), length, seed=length)
-        found = model.generate(ids, past_key_values=cache, **GREEDY)
+        found = model.generate(ids, cache=cache, **GREEDY)
         assert torch.equal(found, model.generate(ids, pixel_values=images, **GREEDY))
         assert int(cache.get_seq_length()) == 0
 
@@ -58,31 +59,31 @@ def test_images_with_the_text_of_a_forward(model):
     """A question whose beginning counts as read, because another text of that length was."""
     cache = model.encode_images(pixel_values=pixels(1, 1))
     with torch.no_grad(), CaptureLogger(logging.get_logger("hf_xattn.generation_xattn")) as said:
-        model.generate(token_ids(1, 20, seed=11), past_key_values=cache, **GREEDY)
+        model.generate(token_ids(1, 20, seed=11), cache=cache, **GREEDY)
         assert said.out == ""
-        model(token_ids(1), past_key_values=cache)
-        model.generate(token_ids(1, 20, seed=11), past_key_values=cache, **GREEDY)
-    assert "`past_key_values` from `encode_images` holds text" in said.out
+        model(token_ids(1), cache=cache)
+        model.generate(token_ids(1, 20, seed=11), cache=cache, **GREEDY)
+    assert "`cache` from `encode_images` holds text" in said.out
 
 
 @pytest.mark.parametrize("given, columns", [("new", 17), ("new", 20), ("whole", 19)])
 def test_mask_of_another_length(given, columns, model):
     """New text without the last generated token, which no cache holds; or text that is read twice."""
     made, new = turn(model), token_ids(1, 4, seed=9)
-    assert int(made.past_key_values.get_seq_length()) == 12 and made.sequences.shape[1] == 13
+    assert int(made[CACHE].get_seq_length()) == 12 and made.sequences.shape[1] == 13
     ids = new if given == "new" else torch.cat([made.sequences, new], dim=1)
     mask = torch.ones(1, columns, dtype=torch.long)
     with pytest.raises(ValueError, match=r"Expected `attention_mask` of shape \(batch, .* behind the 12 tokens"):
-        model.generate(ids, past_key_values=made.past_key_values, attention_mask=mask, **GREEDY)
+        model.generate(ids, cache=made[CACHE], attention_mask=mask, **GREEDY)
 
 
 def test_new_text_with_the_last_token(model):
     """A mask that is right, and refused."""
     made, new = turn(model), token_ids(1, 4, seed=9)
     text = torch.cat([made.sequences, new], dim=1)
-    cached = int(made.past_key_values.get_seq_length())
+    cached = int(made[CACHE].get_seq_length())
     mask = torch.ones_like(text)
-    found = model.generate(text[:, cached:], past_key_values=made.past_key_values, attention_mask=mask, **GREEDY)
+    found = model.generate(text[:, cached:], cache=made[CACHE], attention_mask=mask, **GREEDY)
     assert torch.equal(found[:, -6:], model.generate(text, pixel_values=pixels(1, 1), **GREEDY)[:, -6:])
 
 
@@ -92,15 +93,15 @@ def test_text_of_other_beams(options, model):
     made = turn(model, **options)
     text = torch.cat([made.sequences, token_ids(len(made.sequences), 4, seed=9)], dim=1)
     with pytest.raises(ValueError, match="comes from a beam search"):
-        model.generate(text.repeat_interleave(3 // len(text), 0), past_key_values=made.past_key_values, **GREEDY)
-    images = select_images(made.past_key_values, [0])
+        model.generate(text.repeat_interleave(3 // len(text), 0), cache=made[CACHE], **GREEDY)
+    images = select_images(made[CACHE], [0])
     expected = model.generate(text, pixel_values=pixels(1, 1).expand(len(text), -1, -1, -1, -1), **GREEDY)
-    assert torch.equal(model.generate(text, past_key_values=images, **GREEDY), expected)
+    assert torch.equal(model.generate(text, cache=images, **GREEDY), expected)
 
 
 def test_images_of_unknown_weights(model, tmp_path):
     """A file that says its images were encoded by weights that came later."""
-    talk = turn(model).past_key_values
+    talk = turn(model)[CACHE]
     changed = copy.deepcopy(model)
     with torch.no_grad():
         changed.blocks[0].attn.k_proj.weight.mul_(-2)
@@ -114,9 +115,9 @@ def test_emptied_images(model):
     """A question that is answered without the images, which `reset` removed."""
     cache = model.encode_images(pixel_values=pixels(1, 1))
     cache.reset()
-    with pytest.raises(ValueError, match="Expected `past_key_values` to hold the images of `encode_images`"):
-        model.generate(token_ids(1), past_key_values=cache, **GREEDY)
-    found = model.generate(token_ids(1), pixel_values=pixels(1, 1), past_key_values=cache, **GREEDY)
+    with pytest.raises(ValueError, match="Expected `cache` to hold the images of `encode_images`"):
+        model.generate(token_ids(1), cache=cache, **GREEDY)
+    found = model.generate(token_ids(1), pixel_values=pixels(1, 1), cache=cache, **GREEDY)
     assert torch.equal(found, model.generate(token_ids(1), pixel_values=pixels(1, 1), **GREEDY))
 
 
@@ -128,9 +129,9 @@ def test_a_later_image_that_earlier_text_does_not_see(visibility, told):
     ids[0, 1] = 3
     cache = model.encode_images(pixel_values=pixels(1, 1)).fork(DynamicCache(config=model.config.text_config))
     with torch.no_grad(), CaptureLogger(logging.get_logger("hf_xattn.images.conversation")) as said:
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
         assert said.out == ""
-        model(ids, pixel_values=pixels(1, 1, seed=8), past_key_values=cache)
+        model(ids, pixel_values=pixels(1, 1, seed=8), cache=cache)
     assert ("read without them" in said.out) == told
 
 
@@ -161,11 +162,11 @@ def test_marker_of_removed_text(way):
     system, asked = ids(6, seed=1), ids(5, 0, seed=2)
     for length, warns in ((5, True), (4, False)):
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        model(torch.cat([system, asked], dim=1), pixel_values=pixels(1, 1), past_key_values=cache)
+        model(torch.cat([system, asked], dim=1), pixel_values=pixels(1, 1), cache=cache)
         (cache if way == "crop" else cache.self_attention_cache).crop(-length)
         warning_once.cache_clear()
         with CaptureLogger(logging.get_logger("hf_xattn.cache.xattn_cache")) as said:
-            model(ids(5, 0, seed=3), pixel_values=pixels(1, 1, seed=8), past_key_values=cache)
+            model(ids(5, 0, seed=3), pixel_values=pixels(1, 1, seed=8), cache=cache)
         assert ("the next markers show them, and not the new ones" in said.out) == warns
 
 
@@ -182,10 +183,10 @@ def test_static_cache_after_a_failed_prefill():
     ids = token_ids(1)
     ids[0, 1:], ids[0, 0] = 7, 5
     with pytest.raises(RuntimeError, match="out of memory"):
-        model.generate(ids, pixel_values=pixels(1, 1), past_key_values=cache, **GREEDY)
+        model.generate(ids, pixel_values=pixels(1, 1), cache=cache, **GREEDY)
     handle.remove()
     with pytest.raises(ValueError, match="holds images of text that was removed"):
-        model.generate(ids, pixel_values=pixels(1, 1, seed=8), past_key_values=cache, **GREEDY)
+        model.generate(ids, pixel_values=pixels(1, 1, seed=8), cache=cache, **GREEDY)
 
 
 @torch.no_grad()
@@ -203,7 +204,7 @@ def test_images_of_other_weights_in_other_rows(change):
         cache.reorder_cache(rows)
     model.blocks[0].attn.k_proj.weight.mul_(1.5)
     with pytest.raises(ValueError, match="holds images that another model encoded, or this one with other"):
-        model(token_ids(4 if change == "repeat" else 2), past_key_values=cache)
+        model(token_ids(4 if change == "repeat" else 2), cache=cache)
 
 
 @torch.no_grad()
@@ -212,11 +213,11 @@ def test_a_picture_sent_again_in_a_later_turn():
     model, ids = marked()
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     first, second = pixels(1, 1), pixels(1, 1, seed=8)
-    text = model.generate(ids(6, 0), pixel_values=first, past_key_values=cache, **GREEDY)
+    text = model.generate(ids(6, 0), pixel_values=first, cache=cache, **GREEDY)
     both = torch.cat([first, second], dim=1)
     with CaptureLogger(logging.get_logger("hf_xattn.generation_xattn")) as said:
         text = torch.cat([text, ids(8, 1, 5, seed=3)], dim=1)
-        model.generate(text, pixel_values=both, past_key_values=cache, **GREEDY)
+        model.generate(text, pixel_values=both, cache=cache, **GREEDY)
     assert "Row 0: expected one image marker for each of 1 images without one, got 2" in said.out
 
 
@@ -227,11 +228,11 @@ def test_a_later_picture_for_rows_that_share_it(options):
     model, ids = marked()
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     first, more = ids(6, 0).repeat(2, 1), ids(3, seed=9).repeat(2, 1)
-    model(first, pixel_values=pixels(2, 1), past_key_values=cache)
+    model(first, pixel_values=pixels(2, 1), cache=cache)
     cache.batch_repeat_interleave(2)
-    model(more.repeat(2, 1), past_key_values=cache)
+    model(more.repeat(2, 1), cache=cache)
     text = torch.cat([first, more, ids(5, 1, seed=3).repeat(2, 1)], dim=1)
-    made = model.generate(text, pixel_values=pixels(2, 1, seed=8), past_key_values=cache, **(GREEDY | options))
+    made = model.generate(text, pixel_values=pixels(2, 1, seed=8), cache=cache, **(GREEDY | options))
     assert torch.equal(made[:: len(made) // 2, :14], text)
 
 
@@ -242,5 +243,5 @@ def test_text_without_markers_of_encoded_images():
     cache = model.encode_images(pixel_values=pixels(1, 1))
     for markers, warns in (((0,), False), ((), True)):
         with CaptureLogger(logging.get_logger("hf_xattn.generation_xattn")) as said:
-            model.generate(ids(6, *markers), past_key_values=cache, **GREEDY)
+            model.generate(ids(6, *markers), cache=cache, **GREEDY)
         assert ("The text of `generate` has no image marker" in said.out) == warns

@@ -15,6 +15,7 @@ from hf_xattn.cache.real_tokens import RowSpans
 from hf_xattn.importers import import_checkpoint
 from hf_xattn.layers import row_groups
 from hf_xattn.layers.row_groups import CallCost, RowGroup, group_rows
+from hf_xattn.utils.transformers_api import CACHE
 
 
 COUNTS = (1, 3, 0, 2)
@@ -79,15 +80,15 @@ def test_padding_images_cost_nothing(quiet):
     counts, ids = counted(model), token_ids(ROWS, LENGTH)
     images = {"pixel_values": pixels(ROWS, MOST), "image_mask": REAL}
     blocks, own = len(model.blocks), per_row(COUNTS, null=quiet)
-    cache = model(ids, use_cache=True, **images).past_key_values
+    cache = model(ids, use_cache=True, **images)[CACHE]
     assert counts == only(sum(COUNTS) * TOKENS)
     assert KEYS == own * blocks
     KEYS.clear()
-    model(ids[:, :1], past_key_values=cache)
+    model(ids[:, :1], cache=cache)
     assert KEYS == own * blocks and len(counts["k_proj"]) == 1
     for call in (
         lambda: model.generate(ids, max_new_tokens=3, do_sample=False, **images),
-        lambda: model(ids, past_key_values=model.encode_images(**images)),
+        lambda: model(ids, cache=model.encode_images(**images)),
     ):
         counts.clear()
         KEYS.clear()
@@ -134,7 +135,7 @@ def test_padding_tiles_cost_nothing(store):
     assert counts["tower"] == [3] and counts["k_proj"] == counts["v_proj"] == [tiles * tokens]
     assert counts["connector"] == [tiles * tokens]
     KEYS.clear()
-    assert torch.allclose(model(ids, past_key_values=cache).logits, expected, atol=1e-5)
+    assert torch.allclose(model(ids, cache=cache).logits, expected, atol=1e-5)
     assert KEYS == [(1, 3 * tokens, True), (1, 4 * tokens, True)] * len(
         model.blocks
     )  # rule: a text token sees its own image
@@ -202,13 +203,11 @@ def test_each_row_as_alone(form):
     """
     model, ids, whole, alone = case(form)
     result, token = model(ids, use_cache=True, **whole), token_ids(ROWS, 1, seed=9)
-    later = model(token, past_key_values=result.past_key_values).logits
+    later = model(token, cache=result[CACHE]).logits
     for row, images in enumerate(alone):
         own = model(ids[row : row + 1], use_cache=True, **images)
         assert torch.allclose(result.logits[row], own.logits[0], atol=1e-9)
-        assert torch.allclose(
-            later[row], model(token[row : row + 1], past_key_values=own.past_key_values).logits[0], atol=1e-9
-        )
+        assert torch.allclose(later[row], model(token[row : row + 1], cache=own[CACHE]).logits[0], atol=1e-9)
     base = model.base_model.text_model(ids).logits
     without = COUNTS.index(0)
     assert torch.equal(result.logits[without], base[without]) and not torch.allclose(result.logits, base, atol=1e-3)
@@ -225,27 +224,23 @@ def test_beams_turns_and_selected_rows(form):
     new = torch.tensor([[1, 1], [0, 0], [0, 1], [1, 0]]).bool()
     second = token_ids(ROWS, LENGTH, seed=11)
     second[:, :2] = MARKER
-    model(ids, past_key_values=cache, **whole)
-    turn = model(second, past_key_values=cache, pixel_values=more, image_mask=new).logits
+    model(ids, cache=cache, **whole)
+    turn = model(second, cache=cache, pixel_values=more, image_mask=new).logits
     rows, last = torch.tensor([3, 0, 0, 2]), token_ids(4, 2, seed=12)
     cache.batch_select_indices(rows)
-    selected = model(last, past_key_values=cache).logits
+    selected = model(last, cache=cache).logits
     for row, images in enumerate(alone):
         own = fresh_cache()
         assert torch.equal(beams[row], model.generate(ids[row : row + 1], **images, **options)[0])
-        model(ids[row : row + 1], past_key_values=own, **images)
+        model(ids[row : row + 1], cache=own, **images)
         added = more[row : row + 1, new[row]]
         given = {"pixel_values": added} if added.shape[1] else {}
-        assert torch.allclose(
-            turn[row], model(second[row : row + 1], past_key_values=own, **given).logits[0], atol=1e-9
-        )
+        assert torch.allclose(turn[row], model(second[row : row + 1], cache=own, **given).logits[0], atol=1e-9)
         for place in (rows == row).nonzero()[:, 0].tolist():
             fork = fresh_cache()
-            model(ids[row : row + 1], past_key_values=fork, **images)
-            model(second[row : row + 1], past_key_values=fork, **given)
-            assert torch.allclose(
-                selected[place], model(last[place : place + 1], past_key_values=fork).logits[0], atol=1e-9
-            )
+            model(ids[row : row + 1], cache=fork, **images)
+            model(second[row : row + 1], cache=fork, **given)
+            assert torch.allclose(selected[place], model(last[place : place + 1], cache=fork).logits[0], atol=1e-9)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -288,7 +283,7 @@ def test_text_rows_with_padding_of_their_own():
     images = pixels(2, 3).double()
     mask = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1]]).bool()
     cache = model.encode_images(images)
-    together = model(ids, past_key_values=cache, image_mask=mask).logits
+    together = model(ids, cache=cache, image_mask=mask).logits
     for row in range(4):
         own = images[row // 2 : row // 2 + 1, mask[row]]
         given = {"pixel_values": own} if own.shape[1] else {}
@@ -391,9 +386,9 @@ def test_groups(monkeypatch):
 def test_masks_are_read_once():
     """A decode step that reads the masks again: on a GPU it waits for all work before it."""
     model, ids = make_model(), token_ids(ROWS, LENGTH)
-    cache = model(ids, pixel_values=pixels(ROWS, MOST), image_mask=REAL, use_cache=True).past_key_values
+    cache = model(ids, pixel_values=pixels(ROWS, MOST), image_mask=REAL, use_cache=True)[CACHE]
     notes = cache.cross_attention_cache.layout.row_spans
     read = notes.value
     assert read[0].spans == tuple(((0, count * TOKENS),) if count else () for count in COUNTS)
-    model(ids[:, :1], past_key_values=cache)
+    model(ids[:, :1], cache=cache)
     assert cache.cross_attention_cache.layout.row_spans is notes and notes.value is read

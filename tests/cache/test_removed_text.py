@@ -8,6 +8,7 @@ from tiny_models import make_model, pixels, token_ids
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn.cache.image_cache import combine_images, select_images
+from hf_xattn.utils.transformers_api import CACHE
 
 
 MARKER = 5
@@ -28,17 +29,17 @@ def test_new_images_after_text_was_cropped(visibility, call):
     first, second, third = (marked(6, seed, 1) for seed in (1, 2, 3))
     a, b, c = (pixels(1, 1, seed) for seed in (11, 12, 13))
     cache = EncoderDecoderCache(DynamicCache(config=model.config.text_config), DynamicCache())
-    model(first, pixel_values=a, past_key_values=cache)
+    model(first, pixel_values=a, cache=cache)
     kept = copy.deepcopy(cache)
-    model(second, pixel_values=b, past_key_values=cache)
+    model(second, pixel_values=b, cache=cache)
     cache.crop(-6)
     text, options = torch.cat([first, third], 1), {"max_new_tokens": 2, "do_sample": False}
     with pytest.raises(ValueError, match="holds images of text that was removed"):
         if call == "forward":
-            model(third, pixel_values=c, past_key_values=cache)
+            model(third, pixel_values=c, cache=cache)
         else:
-            model.generate(text, pixel_values=c, past_key_values=cache, **options)
-    got = model.generate(text, pixel_values=c, past_key_values=kept, **options)
+            model.generate(text, pixel_values=c, cache=cache, **options)
+    got = model.generate(text, pixel_values=c, cache=kept, **options)
     both = torch.cat([a, c], 1)
     assert torch.equal(got, model.generate(text, pixel_values=both, **options))
 
@@ -49,11 +50,11 @@ def test_images_encoded_without_a_text_stay():
     model = make_model()
     a, b = pixels(1, 1, 11), pixels(1, 1, 12)
     cache = model.encode_images(pixel_values=a)
-    model(token_ids(1), past_key_values=cache)
+    model(token_ids(1), cache=cache)
     cache.crop(-7)
-    model.encode_images(pixel_values=b, past_key_values=cache)
+    model.encode_images(pixel_values=b, cache=cache)
     expected = model(token_ids(1), pixel_values=torch.cat([a, b], 1)).logits
-    assert torch.allclose(model(token_ids(1), past_key_values=cache).logits, expected, atol=1e-5)
+    assert torch.allclose(model(token_ids(1), cache=cache).logits, expected, atol=1e-5)
 
 
 @torch.no_grad()
@@ -64,9 +65,9 @@ def test_a_static_text_half_that_was_reset(visibility):
     ids = marked(8, 1, 1, 4)
     text = StaticCache(config=model.config.text_config, max_cache_len=32)
     cache = model.encode_images(pixel_values=pixels(1, 2)).fork(text)
-    expected = model(ids, past_key_values=cache).logits
+    expected = model(ids, cache=cache).logits
     text.reset()
-    assert torch.allclose(model(ids, past_key_values=cache).logits, expected, atol=1e-6)
+    assert torch.allclose(model(ids, cache=cache).logits, expected, atol=1e-6)
 
 
 @torch.no_grad()
@@ -80,12 +81,12 @@ def test_a_mask_that_the_caller_writes_into(form):
     given = {"cross_attention_states": states, "cross_attention_mask": mask}
     if form == "encode":
         cache = model.encode_images(**given)
-        model(token_ids(2, 5), past_key_values=cache)
+        model(token_ids(2, 5), cache=cache)
     else:
-        cache = model(token_ids(2, 5), use_cache=True, **given).past_key_values
-    expected = model(later, past_key_values=copy.deepcopy(cache)).logits
+        cache = model(token_ids(2, 5), use_cache=True, **given)[CACHE]
+    expected = model(later, cache=copy.deepcopy(cache)).logits
     mask.fill_(False)
-    assert torch.equal(model(later, past_key_values=cache).logits, expected)
+    assert torch.equal(model(later, cache=cache).logits, expected)
 
 
 @torch.no_grad()
@@ -94,7 +95,7 @@ def test_masks_of_text_rows_are_not_those_of_images():
     model = make_model()
     one = model.encode_images(pixel_values=pixels(1, 2, 11))
     other = model.encode_images(pixel_values=pixels(1, 2, 12), image_mask=torch.tensor([[False, True]]))
-    model(token_ids(2, 5), past_key_values=one, image_mask=torch.tensor([[True, True], [True, False]]))
+    model(token_ids(2, 5), cache=one, image_mask=torch.tensor([[True, True], [True, False]]))
     for call in (lambda: combine_images([one, other]), lambda: select_images(one, [0])):
         with pytest.raises(ValueError, match="masks of 1 image rows, got masks of 2 text rows"):
             call()

@@ -21,7 +21,7 @@ PLACES = {
 }
 WINDOW = 6  # of mistral and gemma3
 PARTS = (slice(0, 4), slice(4, 8), slice(8, 14))
-REFUSED = r"An earlier call with `past_key_values` failed.*reset\(\)"
+REFUSED = r"An earlier call with `cache` failed.*reset\(\)"
 
 
 def caches(model, images):
@@ -60,7 +60,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(place, name, kind):
         given = {} if new is None or kind == "encoded" else {"pixel_values": new}
 
         def call(part=part, given=given):
-            return model(ids[:, part], past_key_values=cache, **given).logits
+            return model(ids[:, part], cache=cache, **given).logits
 
         fails = given or place not in ("first_k_proj", "last_v_proj")  # nothing is projected without new images
         if fails:
@@ -84,20 +84,20 @@ def test_states_cannot_be_restored(name):
     expected = model(ids, pixel_values=images, use_cache=False).logits
 
     def failing(**kwargs):
-        fails_once(model.blocks[-1].mlp, lambda: model(**kwargs, past_key_values=cache))
+        fails_once(model.blocks[-1].mlp, lambda: model(**kwargs, cache=cache))
 
     failing(input_ids=ids[:, :5], pixel_values=images)
     if name == "mamba":  # its layers do not tell that they held no text
         with pytest.raises(ValueError, match=REFUSED):
-            model(ids[:, :5], pixel_values=images, past_key_values=cache)
+            model(ids[:, :5], pixel_values=images, cache=cache)
         cache.reset()
-    first = model(ids[:, :5], pixel_values=images, past_key_values=cache).logits
+    first = model(ids[:, :5], pixel_values=images, cache=cache).logits
     assert close(first, expected[:, :5])
     failing(input_ids=ids[:, 5:6])  # Mamba reads no more after its state
     with pytest.raises(ValueError, match=REFUSED):
-        model(ids[:, 5:], past_key_values=cache)
+        model(ids[:, 5:], cache=cache)
     cache.reset()
-    assert close(model(ids, pixel_values=images, past_key_values=cache).logits, expected)
+    assert close(model(ids, pixel_values=images, cache=cache).logits, expected)
 
 
 class Rounding(QuantizedLayer):
@@ -121,7 +121,7 @@ def test_layers_whose_crop_leaves_something(kind):
     cache.self_attention_cache.layer_class_to_replicate = kind
 
     def call(part):
-        return model(ids[:, part], past_key_values=cache, **({} if part.start else {"pixel_values": images})).logits
+        return model(ids[:, part], cache=cache, **({} if part.start else {"pixel_values": images})).logits
 
     for part in (slice(0, 4), slice(4, 8)):
         fails_once(model.blocks[-1].mlp, lambda part=part: call(part))
@@ -141,7 +141,7 @@ def test_an_update_that_stops_between_keys_and_values(part):
     expected = model(ids, pixel_values=images, use_cache=False).logits
     cache = fresh_cache()
     if part.start:
-        model(ids[:, :4], pixel_values=images, past_key_values=cache)
+        model(ids[:, :4], pixel_values=images, cache=cache)
     text = cache.self_attention_cache
     update = text.update
 
@@ -154,11 +154,11 @@ def test_an_update_that_stops_between_keys_and_values(part):
 
     text.update = stop
     with pytest.raises(Interrupted):
-        model(ids[:, part], past_key_values=cache, pixel_values=images)
+        model(ids[:, part], cache=cache, pixel_values=images)
     del text.update
     if part.start:
         with pytest.raises(ValueError, match=REFUSED):
-            model(ids[:, part], past_key_values=cache)
+            model(ids[:, part], cache=cache)
     else:
-        given = {"past_key_values": cache, "pixel_values": images[:1]}
+        given = {"cache": cache, "pixel_values": images[:1]}
         assert close(model(ids[:1], **given).logits, expected[:1]), "another batch than that of the failed call"

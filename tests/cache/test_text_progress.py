@@ -5,6 +5,8 @@ import torch
 from marked_models import MARKER, close, marked
 from tiny_models import pixels, token_ids
 
+from hf_xattn.utils.transformers_api import CACHE
+
 
 @torch.no_grad()
 @pytest.mark.parametrize("rule", ["previous", "latest", "latest_group"])
@@ -13,16 +15,16 @@ def test_a_turn_that_is_cropped_away_takes_its_markers_along(rule):
     model, images, ids = marked(rule), pixels(2, 3), token_ids(2, 12)
     ids[:, 1] = ids[0, 5] = ids[1, 6] = ids[:, 9] = MARKER
     cache = model.encode_images(pixel_values=images)
-    model(ids[:, :4], past_key_values=cache)
+    model(ids[:, :4], cache=cache)
     taken_back = token_ids(2, 5, seed=20)
     taken_back[:, 2] = MARKER
-    model(taken_back, past_key_values=cache)
+    model(taken_back, cache=cache)
     cache.crop(-5)
-    logits = [model(part, past_key_values=cache).logits for part in ids[:, 4:].split(3, dim=1)]
+    logits = [model(part, cache=cache).logits for part in ids[:, 4:].split(3, dim=1)]
     assert close(torch.cat(logits, 1), model(ids, pixel_values=images, use_cache=False).logits[:, 4:])
     # Also where only the text half is cropped, and in the middle of a call.
     cache.self_attention_cache.crop(-5)
-    logits = model(ids[:, 7:], past_key_values=cache).logits
+    logits = model(ids[:, 7:], cache=cache).logits
     assert close(logits, model(ids, pixel_values=images, use_cache=False).logits[:, 7:])
 
 
@@ -35,15 +37,15 @@ def test_rows_take_images_and_markers_along(rule, masked):
     ids[0, 1] = ids[0, 3] = ids[1, 2] = MARKER
     mask = {"cross_attention_mask": torch.rand(3, 6, 32) < 0.5} if masked else {}
     for method in ("reorder_cache", "batch_select_indices"):
-        cache = model(ids, pixel_values=images, use_cache=True, **mask).past_key_values
+        cache = model(ids, pixel_values=images, use_cache=True, **mask)[CACHE]
         rows = torch.tensor([2, 0, 0])
         getattr(cache, method)(rows)
         more = token_ids(3, 3, seed=30)
         more[:, 1] = MARKER
-        logits = model(more, past_key_values=cache).logits
+        logits = model(more, cache=cache).logits
         again = {name: value[rows] for name, value in mask.items()}
-        fresh = model(ids[rows], pixel_values=images[rows], use_cache=True, **again).past_key_values
-        assert close(logits, model(more, past_key_values=fresh).logits)
+        fresh = model(ids[rows], pixel_values=images[rows], use_cache=True, **again)[CACHE]
+        assert close(logits, model(more, cache=fresh).logits)
 
 
 @pytest.mark.parametrize("rule", ["previous", "latest"])
@@ -59,7 +61,7 @@ def test_generated_markers_follow_their_rows(rule, method):
         head = model.get_output_embeddings().weight
         if method == "lookup":
             encoded = model.encode_images(pixel_values=images)
-            written = model.generate(ids, past_key_values=encoded, max_new_tokens=12, do_sample=False)[0, 5:]
+            written = model.generate(ids, cache=encoded, max_new_tokens=12, do_sample=False)[0, 5:]
             head[MARKER] = 1.05 * head[written.mode().values]
         else:
             head[MARKER] *= 6
@@ -70,11 +72,11 @@ def test_generated_markers_follow_their_rows(rule, method):
         "lookup": {"prompt_lookup_num_tokens": 3, "do_sample": False},
     }[method]
     torch.manual_seed(0)
-    tokens = model.generate(ids, past_key_values=encoded, max_new_tokens=12, **options)
+    tokens = model.generate(ids, cache=encoded, max_new_tokens=12, **options)
     assert (tokens[:, 5:] == MARKER).any(), "the test needs generated markers"
     torch.manual_seed(0)
     if method == "lookup":
-        expected = model.generate(ids, past_key_values=encoded, max_new_tokens=12, do_sample=False)
+        expected = model.generate(ids, cache=encoded, max_new_tokens=12, do_sample=False)
         expected_logits = model(tokens, pixel_values=images, use_cache=True).logits[:, 4:-1].argmax(-1)
         assert torch.equal(tokens, expected) and torch.equal(tokens[:, 5:], expected_logits)
         return

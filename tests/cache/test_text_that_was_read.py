@@ -30,9 +30,9 @@ def test_new_text_after_cached_text(given, new, options):
     expected = generate(model, both, attention_mask=mask, pixel_values=images)[:, both.shape[1] :]
     cache = empty(model)
     with torch.no_grad():
-        model(first, attention_mask=mask[:, :5], pixel_values=images, past_key_values=cache)
+        model(first, attention_mask=mask[:, :5], pixel_values=images, cache=cache)
     ids = both if given == "whole" else second
-    found = generate(model, ids, attention_mask=mask, past_key_values=cache, **options)
+    found = generate(model, ids, attention_mask=mask, cache=cache, **options)
     assert torch.equal(found[:, ids.shape[1] :], expected)
     assert cache.get_seq_length() == both.shape[1] + 7  # the last token is read by the next call
 
@@ -41,12 +41,12 @@ def test_new_text_after_cached_text(given, new, options):
 def test_a_cache_that_must_not_be_used(encoded):
     """`use_cache=False` beside a cache: each step would add the whole text to it."""
     model, images, ids = make_model(), pixels(), token_ids()
-    given = {"past_key_values": model.encode_images(images)}
+    given = {"cache": model.encode_images(images)}
     if not encoded:
-        given = {"past_key_values": empty(model), "pixel_values": images}
-    with pytest.raises(ValueError, match="Expected `use_cache=True` with `past_key_values`, of type"):
+        given = {"cache": empty(model), "pixel_values": images}
+    with pytest.raises(ValueError, match="Expected `use_cache=True` with `cache`, of type"):
         generate(model, ids, use_cache=False, **given)
-    assert given["past_key_values"].get_seq_length() == 0
+    assert given["cache"].get_seq_length() == 0
 
 
 def test_generate_while_training(monkeypatch):
@@ -62,8 +62,8 @@ def test_generate_while_training(monkeypatch):
     model.train()
     assert torch.equal(generate(model, ids, pixel_values=images), expected)
     assert "Gradient checkpointing runs layers twice, so `generate` works without a cache" in told.pop()
-    with pytest.raises(ValueError, match="twice, so `past_key_values` cannot be used"):
-        generate(model, ids, pixel_values=images, past_key_values=empty(model))
+    with pytest.raises(ValueError, match="twice, so `cache` cannot be used"):
+        generate(model, ids, pixel_values=images, cache=empty(model))
 
 
 def test_cached_text_while_training():
@@ -71,11 +71,11 @@ def test_cached_text_while_training():
     model, images, ids = make_model(), pixels(), token_ids()
     cache = empty(model)
     with torch.no_grad():
-        model(ids, pixel_values=images, past_key_values=cache)
+        model(ids, pixel_values=images, cache=cache)
     model.train().gradient_checkpointing_enable()
     for length in (1, 3):
-        with pytest.raises(ValueError, match="twice, so no text can be added to `past_key_values`"):
-            model(ids[:, :length], past_key_values=cache)
+        with pytest.raises(ValueError, match="twice, so no text can be added to `cache`"):
+            model(ids[:, :length], cache=cache)
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -84,10 +84,10 @@ def test_a_mask_of_the_new_text_alone(length):
     model, ids = make_model(), token_ids()
     cache = empty(model)
     with torch.no_grad():
-        model(ids, pixel_values=pixels(), past_key_values=cache)
+        model(ids, pixel_values=pixels(), cache=cache)
         with pytest.raises(ValueError, match=rf"\(batch, {ids.shape[1] + length}\).*got \(2, {length}\)"):
-            model(ids[:, :length], attention_mask=torch.ones(2, length), past_key_values=cache)
-        model(ids[:, :length], attention_mask=torch.ones(2, ids.shape[1] + length), past_key_values=cache)
+            model(ids[:, :length], attention_mask=torch.ones(2, length), cache=cache)
+        model(ids[:, :length], attention_mask=torch.ones(2, ids.shape[1] + length), cache=cache)
 
 
 @pytest.mark.parametrize("name", ["image_attention_mask", "cross_attention_mask"])

@@ -13,8 +13,10 @@ from saved_models import make, make_base
 from tiny_models import pixels, randomize, token_ids
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_xattn import freeze, lora_targets, retrofit
+from hf_xattn.utils.transformers_api import CACHE
 
 
 IMAGES = {"pixel_values": pixels()}
@@ -97,9 +99,9 @@ def test_caches_of_another_set(folders):
     model = own(folders, "a")
     with torch.no_grad():
         encoded = model.encode_images(**IMAGES)
-        before = model(token_ids(), **IMAGES, use_cache=True).past_key_values
+        before = model(token_ids(), **IMAGES, use_cache=True)[CACHE]
         model.load_cross_attention(folders / "b", "b")
-        talked = model(token_ids(), **IMAGES, use_cache=True).past_key_values
+        talked = model(token_ids(), **IMAGES, use_cache=True)[CACHE]
         fork = model.encode_images(**IMAGES).fork(DynamicCache(config=model.config.get_text_config(decoder=True)))
     step = token_ids(length=1)
     for active, caches in (
@@ -111,9 +113,9 @@ def test_caches_of_another_set(folders):
         for cache in caches:
             text = torch.cat([token_ids(), step], dim=1)
             for call in (
-                lambda cache=cache: model(step, past_key_values=cache),
-                lambda cache=cache, text=text: model.generate(text, past_key_values=cache, **GREEDY),
-                lambda cache=cache: model.encode_images(**IMAGES, past_key_values=cache),
+                lambda cache=cache: model(step, cache=cache),
+                lambda cache=cache, text=text: model.generate(text, cache=cache, **GREEDY),
+                lambda cache=cache: model.encode_images(**IMAGES, cache=cache),
             ):
                 with torch.no_grad(), pytest.raises(ValueError, match="another set of blocks|another model|is active"):
                     call()
@@ -122,7 +124,7 @@ def test_caches_of_another_set(folders):
         expected = own(folders, {"default": "a"}.get(active, active))
         full = torch.cat([token_ids(), step], dim=1)
         with torch.no_grad():
-            last = model(step, past_key_values=cache).logits[:, -1]
+            last = model(step, cache=cache).logits[:, -1]
             assert torch.allclose(last, expected(full, **IMAGES).logits[:, -1], atol=1e-5)
 
 
@@ -275,7 +277,7 @@ def test_features_and_pixels(folders):
 
 def test_lora_stands_in_the_way(folders):
     """Blocks with layers of an adapter that vanish on a switch, or a base that is bare but for a LoRA."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     model = own(folders, "a")
     model.load_cross_attention(folders / "b", "b")
     model.add_adapter(peft.LoraConfig(target_modules=lora_targets(model, "both"), init_lora_weights=False))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_mllama import make_mllama
 from tiny_models import make_model, make_text, vision_config
 from transformers import AutoModel
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_xattn import XAttnForConditionalGeneration, retrofit
 from hf_xattn.importers import convert_checkpoint
@@ -203,7 +204,7 @@ def test_state_dicts_are_refused(tmp_path):
 
 def test_adapters_of_peft_are_refused(tmp_path):
     """Pickled weights, a rank that takes all memory, and a base that is no name."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     base = make_model()
     base.save_pretrained(tmp_path / "base")
     model = XAttnForConditionalGeneration.from_pretrained(tmp_path / "base")

@@ -4,6 +4,7 @@ import pytest
 from saved_models import make_base
 from tiny_models import make_model
 from transformers import AutoModelForImageTextToText
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
 from hf_xattn.importers.conversion import read_headers
@@ -21,7 +22,7 @@ def cut_off(folder):
 @pytest.mark.parametrize("load_class", LOADS)
 def test_a_model_and_the_base_of_an_adapter(load_class, tmp_path):
     """Old weights under the new configuration, also where the folder is the base of the one that is loaded."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     model = make_model()
     model.save_pretrained(tmp_path / "base")
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
@@ -34,7 +35,7 @@ def test_a_model_and_the_base_of_an_adapter(load_class, tmp_path):
 @pytest.mark.parametrize("way", ["load_adapter", *LOADS])
 def test_an_adapter(way, tmp_path):
     """The rank and scale of a new adapter (PEFT) with the weights of the old one."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     model = make_model()
     model.save_pretrained(tmp_path / "base")
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))

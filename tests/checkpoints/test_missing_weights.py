@@ -19,6 +19,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit
 from hf_xattn.checkpoints.folders import MANIFEST, WEIGHTS
@@ -121,6 +122,7 @@ def test_weights_of_the_caller():
 
 def test_beside_an_adapter(tmp_path):
     """A base that is not complete, below an adapter (PEFT) in the same folder: the report on the adapter hides it."""
+    pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     model = make_model()
     model.save_pretrained(tmp_path)
     model.add_adapter(LoraConfig(target_modules=["q_proj"], r=2))

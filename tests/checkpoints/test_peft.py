@@ -8,6 +8,7 @@ import pytest
 import torch
 from quantized_bases import EXPECTED, METHODS, folder, parts_of, quantization
 from tiny_models import make_model, pixels, token_ids
+from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils.logging import warning_once
 
 from hf_xattn import XAttnForConditionalGeneration, added_modules, lora_targets, retrofit
@@ -176,13 +177,13 @@ def test_images_of_another_adapter_are_refused(saved, base):
     for change in ("disabled", "other", "merged"):
         encoded = original.encode_images(pixel_values=PIXELS)
         expected = model.generate(input_ids=IDS, pixel_values=PIXELS, **GENERATE)
-        assert model.generate(input_ids=IDS, past_key_values=encoded, **GENERATE).equal(expected)
+        assert model.generate(input_ids=IDS, cache=encoded, **GENERATE).equal(expected)
         original.enable_image_store()
         model.generate(input_ids=IDS, pixel_values=PIXELS, **GENERATE)
         if change == "disabled":
             with model.disable_adapter():
                 with pytest.raises(ValueError, match="with other weights"):
-                    model.generate(input_ids=IDS, past_key_values=encoded, **GENERATE)
+                    model.generate(input_ids=IDS, cache=encoded, **GENERATE)
                 plain = load(base).generate(IDS, pixel_values=PIXELS, **GENERATE)
                 assert model.generate(input_ids=IDS, pixel_values=PIXELS, **GENERATE).equal(plain)
             continue
@@ -195,7 +196,7 @@ def test_images_of_another_adapter_are_refused(saved, base):
             expected = model.generate(input_ids=IDS, pixel_values=PIXELS, **GENERATE)
             model = model.merge_and_unload()
         with pytest.raises(ValueError, match="with other weights"):
-            model.generate(input_ids=IDS, past_key_values=encoded, **GENERATE)
+            model.generate(input_ids=IDS, cache=encoded, **GENERATE)
         if change == "merged":
             assert model.generate(IDS, pixel_values=PIXELS, **GENERATE).equal(expected)
 
@@ -247,6 +248,7 @@ def test_gradient_checkpointing(where, reentrant, base):
 @torch.no_grad()
 def test_integration_of_transformers(base, tmp_path):
     """`add_adapter` and its like of transformers, which keep adapters on the model itself."""
+    pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     model, plain = load(base), logits_of(load(base))
     model.add_adapter(
         peft.LoraConfig(target_modules=lora_targets(model, "both"), init_lora_weights=False), adapter_name="first"
@@ -273,7 +275,7 @@ def test_integration_of_transformers(base, tmp_path):
     again.set_adapter("second")
     assert not torch.equal(logits_of(again), first)
     with pytest.raises(ValueError, match="with other weights"):
-        again(IDS, past_key_values=encoded)
+        again(IDS, cache=encoded)
     again.set_adapter("loaded")
     assert torch.equal(logits_of(again), first)
     again.delete_adapter("second")
@@ -350,6 +352,8 @@ def test_an_adapter_that_trains_the_tower_too_is_told_of(way, base, caplog, monk
     """Short names that mean layers of the vision tower as well, trained without a word; a warning where the tower was
     asked for.
     """
+    if way == "add_adapter":
+        pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
 
     def train_with(targets):
@@ -373,6 +377,7 @@ def test_an_adapter_that_trains_the_tower_too_is_told_of(way, base, caplog, monk
 
 def test_blocks_that_train_beside_an_adapter_are_told_of(base, tmp_path, caplog, monkeypatch):
     """`add_adapter`, then `requires_grad_` of the blocks: `save_pretrained` leaves the blocks out, without a word."""
+    pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
 
     def told(act):

@@ -4,12 +4,13 @@ import pytest
 import torch
 from hostile_inputs import edit_json, setting
 from tiny_models import make_model, token_ids
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.checkpoints.folders import find_peft
 
 
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
 
 COMMITS = {"main": "1" * 40, "tuned": "2" * 40, "old": "3" * 40}
 

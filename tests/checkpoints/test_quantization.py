@@ -162,7 +162,7 @@ def test_images_are_encoded_once_on_a_quantized_base(method):
     encoded = model.encode_images(pixel_values=PIXELS)
     options = {"max_new_tokens": 5, "do_sample": False}
     expected = model.generate(IDS, pixel_values=PIXELS, **options)
-    assert model.generate(IDS, past_key_values=encoded, **options).equal(expected)
+    assert model.generate(IDS, cache=encoded, **options).equal(expected)
     model.enable_image_store()
     for _ in range(2):
         assert model.generate(IDS, pixel_values=PIXELS, **options).equal(expected)

@@ -13,6 +13,7 @@ import torch
 from quantized_bases import METHODS, folder, quantization, quantized_text
 from tiny_models import pixels, randomize, token_ids
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_xattn import XAttnForConditionalGeneration, lora_targets, retrofit
 from hf_xattn.checkpoints.folders import MANIFEST
@@ -83,6 +84,7 @@ def in_peft_model(model, path):
 
 
 def own_adapter(model, path):
+    pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     base = path.parent / "base"
     model.save_pretrained(base)
     model.config.name_or_path = model.name_or_path = str(base)
@@ -261,6 +263,7 @@ def test_quantized_weights_that_are_not_the_bases(method, tmp_path):
 
 def test_lora_on_an_adapter_only_folder(tmp_path):
     """Blocks that are deleted by a LoRA beside them, or a LoRA that is dropped because its base is such a folder."""
+    pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     make("float").save_pretrained(tmp_path / "added", adapter_only=True)
     model = XAttnForConditionalGeneration.from_pretrained(tmp_path / "added")
     plain = logits_of(model)

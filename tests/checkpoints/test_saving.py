@@ -270,7 +270,7 @@ def test_device_map_with_disk_offload(name, tmp_path):
             tokens = loaded.generate(ids, pixel_values=images, max_new_tokens=5, do_sample=False, **options)
             assert torch.equal(tokens, expected)
         encoded = loaded.encode_images(pixel_values=images)
-        tokens = loaded.generate(ids, past_key_values=encoded, max_new_tokens=5, do_sample=False)
+        tokens = loaded.generate(ids, cache=encoded, max_new_tokens=5, do_sample=False)
         assert torch.equal(tokens, expected)
 
 

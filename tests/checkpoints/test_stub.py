@@ -190,7 +190,7 @@ options = {"max_new_tokens": 6, "do_sample": False}
 made["greedy"] = model.generate(**inputs, **options)
 made["beams"] = model.generate(**inputs, **options, num_beams=3)
 images = model.encode_images(pixel_values=inputs["pixel_values"])
-made["cached"] = model.generate(inputs["input_ids"], past_key_values=images, **options)
+made["cached"] = model.generate(inputs["input_ids"], cache=images, **options)
 model.enable_image_store()
 made["stored"] = model.generate(**inputs, **options)
 model.disable_image_store()

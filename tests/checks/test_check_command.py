@@ -10,6 +10,7 @@ from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from tiny_mllama import make_mllama
 from tiny_models import make_text, randomize
 from transformers import AutoModelForImageTextToText
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_xattn import retrofit
 from hf_xattn.checks import NAMES
@@ -138,7 +139,7 @@ def test_other_folders(name, folder, capsys):
 
 def test_an_adapter_on_the_model(folder, tmp_path, capsys):
     """A folder of PEFT, whose base is the model, that is called no model; or whose layers nobody mentions."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     model = AutoModelForImageTextToText.from_pretrained(folder / "model")
     target = "model.text_model.model.layers.0.self_attn.q_proj"
     model.add_adapter(peft.LoraConfig(target_modules=[target], init_lora_weights=False))

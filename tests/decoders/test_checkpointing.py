@@ -10,6 +10,7 @@ from tiny_models import make_model, make_text, pixels, randomize, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze_base
+from hf_xattn.utils.transformers_api import CACHE
 
 
 REENTRANT = {"use_reentrant": True}
@@ -84,7 +85,7 @@ def test_encoded_images():
             checkpoint_activations(model, REENTRANT)
         model.zero_grad()
         encoded = model.encode_images(pixel_values=pixels())
-        model(token_ids(), labels=token_ids(), past_key_values=encoded).loss.backward()
+        model(token_ids(), labels=token_ids(), cache=encoded).loss.backward()
         found.append({name: weight.grad.clone() for name, weight in model.named_parameters() if weight.requires_grad})
     assert_same_gradients(found[1], found[0])
 
@@ -112,7 +113,7 @@ def test_wrappers_of_torch(name):
 
     def gradients():
         model.zero_grad()
-        model(ids, past_key_values=model.encode_images(pixels()), labels=ids).loss.backward()
+        model(ids, cache=model.encode_images(pixels()), labels=ids).loss.backward()
         found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
         return {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in found.items()}
 
@@ -139,11 +140,11 @@ def test_no_cache_from_layers_that_run_twice(given):
     checkpoint_activations(model)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if given else None
     inputs = {"labels": token_ids(), "pixel_values": pixels()}
-    outputs = model(token_ids(), past_key_values=cache, use_cache=True, **inputs)
-    assert outputs.past_key_values is None
+    outputs = model(token_ids(), cache=cache, use_cache=True, **inputs)
+    assert outputs.get(CACHE) is None
     outputs.loss.backward()
     found = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     assert cache is None or (cache.get_seq_length() == 0 and not cache.cross_attention_cache.layers)
     assert_same_gradients(found, gradients(model, input_ids=token_ids(), **inputs))
     model.eval()  # then nothing runs twice
-    assert model(token_ids(), use_cache=True, **inputs).past_key_values.get_seq_length() == 7
+    assert model(token_ids(), use_cache=True, **inputs)[CACHE].get_seq_length() == 7

@@ -198,6 +198,7 @@ class CustomLlama(LlamaForCausalLM):
 """
 
 
+@pytest.mark.filterwarnings("default:.past_key_values. is deprecated")  # that code has the old name
 @torch.no_grad()
 def test_custom_code_of_a_known_type(checkpoints):
     """Transformers' own class in place of the one that came with the checkpoint, or the other way round."""

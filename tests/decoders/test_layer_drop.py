@@ -10,6 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze
 from hf_xattn.decoders.decoder import find_decoder
+from hf_xattn.utils.transformers_api import CACHE
 
 
 IDS = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(1))
@@ -37,7 +38,7 @@ def test_blocks_that_ran_learn(model_type):
         torch.manual_seed(seed)
         model.zero_grad()
         outputs = model(IDS, cross_attention_states=STATES, labels=IDS, use_cache=True, output_attentions=True)
-        assert outputs.past_key_values is None
+        assert outputs.get(CACHE) is None
         outputs.loss.backward()
         learned = [block for block in model.blocks if block.attn.k_proj.weight.grad is not None]
         assert all(block.attn.k_proj.weight.grad.any() for block in learned)
@@ -52,20 +53,20 @@ def test_no_half_filled_cache():
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     encoded = model.encode_images(cross_attention_states=STATES)
     for past, inputs in ((cache, {"cross_attention_states": STATES}), (encoded, {})):
-        model(IDS, past_key_values=past, labels=IDS, **inputs).loss.backward()
+        model(IDS, cache=past, labels=IDS, **inputs).loss.backward()
     assert cache.get_seq_length() == encoded.get_seq_length() == 0
     assert not cache.cross_attention_cache.layers and len(encoded.cross_attention_cache.layers) == 4
     model.eval()
     with torch.no_grad():
         expected = model(IDS, cross_attention_states=STATES).logits
         for past, inputs in ((cache, {"cross_attention_states": STATES}), (encoded, {})):
-            assert torch.allclose(model(IDS, past_key_values=past, **inputs).logits, expected, atol=1e-5)
+            assert torch.allclose(model(IDS, cache=past, **inputs).logits, expected, atol=1e-5)
     model.train()
-    with pytest.raises(ValueError, match="LayerDrop skips layers.*`past_key_values`.*`layerdrop`"):
-        model(IDS, past_key_values=cache)
+    with pytest.raises(ValueError, match="LayerDrop skips layers.*`cache`.*`layerdrop`"):
+        model(IDS, cache=cache)
     fresh = copy.deepcopy(dropping()).encode_images(cross_attention_states=STATES)
     with pytest.raises(ValueError, match="LayerDrop skips layers.*no images can be added"):
-        model(IDS, past_key_values=fresh, cross_attention_states=STATES + 1)
+        model(IDS, cache=fresh, cross_attention_states=STATES + 1)
 
 
 def test_all_layers_left_out():

@@ -16,6 +16,7 @@ from tiny_composites import make_composite as make_vlm
 from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze, remove_blocks, retrofit
 from hf_xattn.checks.weights import OF_THE_FILE
@@ -156,7 +157,7 @@ def test_a_model_without_its_blocks_says_so(again, tmp_path):
     calls = {
         "text": lambda: model(IDS),
         "images": lambda: model.model(IDS, pixel_values=PIXELS),
-        "cache": lambda: model.generate(IDS, past_key_values=cache, max_new_tokens=2),
+        "cache": lambda: model.generate(IDS, cache=cache, max_new_tokens=2),
         "generate": lambda: model.generate(IDS, max_new_tokens=2),
         "encode_images": lambda: model.encode_images(pixel_values=PIXELS),
         "features": lambda: model.get_image_features(PIXELS),
@@ -219,7 +220,7 @@ def test_a_copy_loses_its_own_blocks():
 
 
 def make_adapter(model):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     model.add_adapter(peft.LoraConfig(target_modules=["o_proj"]))
     return "LoRA layers"
 

@@ -16,7 +16,7 @@ from hf_xattn.cache.image_cache import combine_images, select_images
 from hf_xattn.decoders import decoder
 from hf_xattn.decoders.decoder import find_cache_argument
 from hf_xattn.utils.architectures import architecture
-from hf_xattn.utils.transformers_api import has
+from hf_xattn.utils.transformers_api import CACHE, has
 
 
 ONE_BY_ONE = needs_part("prefill_chunk_size")  # after cached text
@@ -30,11 +30,11 @@ def test_state_space_decoders_with_a_callers_cache(name):
     model, ids, images = state_space(name), token_ids(2, 6), pixels()
     expected = generate(model, ids, pixel_values=images, use_cache=False)
     cache = EncoderDecoderCache(DynamicCache(config=model.config.text_config), DynamicCache())
-    first = generate(model, ids, pixel_values=images, past_key_values=cache, return_dict_in_generate=True)
+    first = generate(model, ids, pixel_values=images, cache=cache, return_dict_in_generate=True)
     assert torch.equal(first.sequences, expected)
     chat = torch.cat([first.sequences, token_ids(2, 3, seed=8)], dim=1)
     text = {"attention_mask": torch.ones_like(chat)}  # or transformers takes generated padding tokens for padding
-    second = generate(model, chat, past_key_values=cache, **text)
+    second = generate(model, chat, cache=cache, **text)
     assert torch.equal(second, generate(model, chat, pixel_values=images, use_cache=False, **text))
 
 
@@ -49,10 +49,10 @@ def test_position_bias_with_a_cache(name):
     )
     expected = model(ids, pixel_values=images, use_cache=False).logits
     cache = EncoderDecoderCache(DynamicCache(config=model.config.text_config), DynamicCache())
-    parts = [model(ids[:, :4], pixel_values=images, past_key_values=cache).logits]
+    parts = [model(ids[:, :4], pixel_values=images, cache=cache).logits]
     # transformers' Mamba itself reads more than one token after its states inexactly.
     rest = ids[:, 4:].split(1 if name == "mamba" else 3, dim=1)
-    parts += [model(part, past_key_values=cache).logits for part in rest]
+    parts += [model(part, cache=cache).logits for part in rest]
     assert close(torch.cat(parts, dim=1), expected)
     assert torch.equal(
         generate(model, ids, pixel_values=images), generate(model, ids, pixel_values=images, use_cache=False)
@@ -80,7 +80,7 @@ def test_selected_and_combined_images_beside_a_state_space_decoder():
         select_images(encoded, [0, 1]),
         combine_images([select_images(encoded, [0]), select_images(encoded, [1])]),
     ):
-        assert close(model(ids, past_key_values=cache).logits, expected)
+        assert close(model(ids, cache=cache).logits, expected)
 
 
 def _recurrent():
@@ -131,7 +131,7 @@ class PaddedTalk:
         outputs = self.model.generate(ids, attention_mask=mask, **options)
         mask = torch.cat([mask, self.ones[:, :2]], dim=1)
         off = self.off(outputs.sequences[:, :-1], mask[:, :-1], torch.stack(outputs.logits, dim=1))
-        return outputs.sequences, mask, outputs.past_key_values, off
+        return outputs.sequences, mask, outputs[CACHE], off
 
     def turn(self, padding=0):
         """A second turn after the padded first one, with or without padding in front of the new text of the second
@@ -141,7 +141,7 @@ class PaddedTalk:
         new = self.ones.clone()
         new[1, :padding] = 0
         chat = torch.cat([ids, self.more * new], dim=1), torch.cat([mask, new], dim=1)
-        return self.says(*chat, past_key_values=cache)[-1]
+        return self.says(*chat, cache=cache)[-1]
 
     def chunks(self, size):
         return self.says(self.ids, self.mask, prefill_chunk_size=size, **self.images)[-1]
@@ -163,12 +163,12 @@ class PaddedTalk:
     def parts(self, lengths, mask=None, alone=False):
         """A text in several calls, each with the mask of the text so far."""
         model, mask = self.base if alone else self.model, self.mask if mask is None else mask
-        name = find_cache_argument(model) if alone else "past_key_values"
+        name = find_cache_argument(model) if alone else "cache"
         given, cache, read, logits = {} if alone else self.images, None, 0, []
         for part in self.ids.split(lengths, dim=1):
             read += part.shape[1]
             outputs = model(part, attention_mask=mask[:, :read], use_cache=True, **{name: cache}, **given)
-            given, cache = {}, getattr(outputs, name)
+            given, cache = {}, outputs[name if alone else CACHE]
             logits.append(outputs.logits)
         return self.off(self.ids, mask, torch.cat(logits, dim=1), alone)
 

@@ -39,7 +39,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 
 from hf_xattn.cache.image_cache import select_images
 from hf_xattn.cache.xattn_cache import BROKEN
-from hf_xattn.utils.transformers_api import has
+from hf_xattn.utils.transformers_api import CACHE, has
 
 
 Slots = list[list[Image]]  # the images of each image row; all rows have as many
@@ -181,7 +181,7 @@ class Talk(TakesAway):
         """Images through `encode_images`, into a new cache or the one that is there."""
         inputs = self.image_inputs(given)
         self.log.append(f"encode_images{describe(given, inputs)}, {'append' if self.cache is not None else 'new'}")
-        self.cache = self.call(lambda: self.model.encode_images(past_key_values=self.cache, **inputs), faulty)
+        self.cache = self.call(lambda: self.model.encode_images(cache=self.cache, **inputs), faulty)
         self.place_images(given, before=1)
         if self.original is None and self.cache_kind == "encoded" and not self.length:
             if not self.stateful and self.rng.random() < 0.3:  # `select_images` knows no decoder, so makes no states
@@ -292,7 +292,7 @@ class Talk(TakesAway):
         except ValueError as error:
             # What a layer overwrites in place cannot be taken back. A `generate` that failed has read its prompt, or
             # the first chunks of it, so that a mask has other rows than there is new text.
-            refused = ("Expected `input_ids` with the text in `past_key_values`", "Expected `cross_attention_mask`")
+            refused = ("Expected `input_ids` with the text in `cache`", "Expected `cross_attention_mask`")
             over = str(error).startswith(refused) and self._cached_text() != before
             if str(error) == BROKEN:
                 over = any(type(layer) is not DynamicLayer for layer in self.cache.self_attention_cache.layers)
@@ -346,7 +346,7 @@ class Talk(TakesAway):
             inputs.pop("attention_mask", None)
         if "attention_mask" in inputs and self.bank.name not in ("bloom", "mamba"):  # as `generate` counts positions
             inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)[:, -length:]
-        call = torch.no_grad()(lambda: self.model(past_key_values=self.cache, use_cache=True, **inputs))
+        call = torch.no_grad()(lambda: self.model(cache=self.cache, use_cache=True, **inputs))
         if refuse:
             self.pending = [first + last for first, last in zip(ids, rest)]
             return self.must_raise(refuse, call)
@@ -356,8 +356,8 @@ class Talk(TakesAway):
         self.read(ids, explicit)
         for row, logits in zip(self.rows, outputs.logits):
             row.logits[-length:] = list(logits)
-        lost = self.windowed and outputs.past_key_values is not self.cache  # read before the window kept its past
-        self._keep(outputs.past_key_values)
+        lost = self.windowed and outputs[CACHE] is not self.cache  # read before the window kept its past
+        self._keep(outputs[CACHE])
         self.croppable += 0 if lost else length
         self.pending = rest
         compare(self.bank, self.kind, self.rows)
@@ -385,7 +385,7 @@ class Talk(TakesAway):
         inputs |= {**(extra or {}), **({} if explicit is None else explicit.inputs)}
         self.log.append(f"generate {mode} {steps} after {whole}{describe(given, inputs, explicit)}")
         if mode != "uncached":
-            inputs["past_key_values"] = self.cache
+            inputs["cache"] = self.cache
         if refuse:
             return self.must_raise(refuse, lambda: self._generate(inputs, steps))
         if self.length and mode != "uncached" and copies > 1:
@@ -427,7 +427,7 @@ class Talk(TakesAway):
             return
         assert self.length == prompt + steps - 1
         self.pending = [row[-1:] for row in new]
-        self._keep(outputs.past_key_values)
+        self._keep(outputs[CACHE])
         self.croppable = 0 if self.windowed else self.length
 
     def options(self, mode: str) -> tuple[dict[str, Any], int]:

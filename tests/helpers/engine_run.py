@@ -136,6 +136,7 @@ def main():
         if key not in expected:
             expected[key] = answers(model, processor, [request], max(lengths), bool(tiled))[0]
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8}
+    options["gpu_memory_utilization"] = 0.5  # on a CPU, the share of memory that must be free
     counts = watch()
     llm = LLM(folder, **{**options, **given.get("engine", {})})
     params = [SamplingParams(temperature=0, max_tokens=each, ignore_eos=True, logprobs=2) for each in lengths]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.decoders.decoder import find_decoder
-from hf_xattn.utils.transformers_api import has, needs
+from hf_xattn.utils.transformers_api import CACHE, has, needs
 
 
 needs_exporters = pytest.mark.skipif(
@@ -51,13 +51,13 @@ def small(name="llama", **options):
 
 def decode_both_ways(model, step, first, steps, prefix=9, same=torch.equal):
     """Decodes with the model and with a program, each with its own cache. Returns the cache of the program."""
-    ours, theirs = first.past_key_values, copy.deepcopy(first.past_key_values)
+    ours, theirs = first[CACHE], copy.deepcopy(first[CACHE])
     token = first.logits[:, -1:].argmax(-1)
     for index in range(steps):
         position = torch.full(token.shape, prefix + index)
-        expected = model(token, position_ids=position, past_key_values=ours)
-        outputs = step(input_ids=token, position_ids=position, past_key_values=theirs)
+        expected = model(token, position_ids=position, cache=ours)
+        outputs = step(input_ids=token, position_ids=position, cache=theirs)
         assert same(outputs.logits, expected.logits), index
-        ours, theirs = expected.past_key_values, outputs.past_key_values
+        ours, theirs = expected[CACHE], outputs[CACHE]
         token = expected.logits.argmax(-1)
     return theirs

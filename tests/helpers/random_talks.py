@@ -392,7 +392,7 @@ def part_of_the_images(talk: Talk) -> None:
             inputs = talk.image_inputs(given)
             cut = [[str(image) for image in images] for images in given]
             if rng.random() < 0.3:
-                call = functools.partial(talk.model.encode_images, past_key_values=talk.cache, **inputs)
+                call = functools.partial(talk.model.encode_images, cache=talk.cache, **inputs)
                 return talk.must_raise(f"encode_images {cut}", call)
             pending = [list(row) for row in talk.pending]
             add_text(talk, 2, [0] * len(pending))

@@ -112,7 +112,7 @@ def batch(model, kinds: tuple[str, ...], rank: int, number: int, cache_dtype: st
         wide = model.config.vision_config.hidden_size
         inputs["vision_features"] = torch.randn(2, 1, 16, wide, generator=torch.Generator().manual_seed(seed))
     elif kind == "encoded":
-        inputs["past_key_values"] = encoded
+        inputs["cache"] = encoded
     return inputs
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hf_xattn.utils.transformers_api import CACHE
+
 
 # None; another type; another number of axes; another size; another dtype; another device; and, for every argument, a
 # misspelt name.
@@ -88,7 +90,8 @@ class Surface:
             return self.fields
         parameters = inspect.signature(self.function).parameters.values()
         kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        return {parameter.name for parameter in parameters if parameter.kind not in kinds and parameter.name != "self"}
+        named = {each.name for each in parameters if each.kind not in kinds and each.name != "self"}
+        return {"cache" if name == CACHE else name for name in named}
 
 
 def check_case(surface: Surface, argument: str, case: Any) -> None:

@@ -15,6 +15,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_xattn import attention_maps
 from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
+from hf_xattn.utils.transformers_api import CACHE
 
 
 def error_of(call) -> str:
@@ -50,10 +51,10 @@ def work(folder: Path) -> dict:
         found["one key"] = largest(
             model(input_ids=ids, cross_attention_states=expected["key"]).logits, expected["one key"]
         )
-    found["cached heads"] = outputs.past_key_values.cross_attention_cache.layers[0].keys.shape[1]
+    found["cached heads"] = outputs[CACHE].cross_attention_cache.layers[0].keys.shape[1]
     found["rows of q_proj"] = getattr(model.blocks[0].attn.q_proj.weight, "_local_tensor", expected["key"]).shape[0]
     encoded = model.encode_images(**images)
-    for name, given in (("generated", images), ("from a cache", {"past_key_values": encoded})):
+    for name, given in (("generated", images), ("from a cache", {"cache": encoded})):
         tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **given, max_new_tokens=6, do_sample=False)
         found[name] = torch.equal(tokens, expected["tokens"])
     with torch.no_grad():
@@ -61,7 +62,7 @@ def work(folder: Path) -> dict:
         layer = small.cross_attention_cache.layers[0]
         found["int8 heads"] = [tensor.shape[1] for tensor in layer.tensors]
         small = small.fork(DynamicCache(config=model.config.get_text_config(decoder=True)))
-        found["int8"] = largest(model(input_ids=ids, past_key_values=small).logits, expected["int8"])
+        found["int8"] = largest(model(input_ids=ids, cache=small).logits, expected["int8"])
     file = folder / f"images-{dist.get_rank()}.safetensors"
     found["saving images"] = error_of(lambda: save_image_cache(encoded, file, model))
     found["maps"] = error_of(

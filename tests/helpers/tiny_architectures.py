@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 # Sizes of a small model, under the names that configurations use. A configuration takes those that it has.
 TINY: dict[str, Any] = {
     "vocab_size": 96,
+    "unpadded_vocab_size": 96,
     "hidden_size": 32,
     "embedding_size": 32,
     "d_model": 32,
@@ -134,6 +135,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8, "zero_expert_num": 2, "ffn_hidden_size": 64},
     "mamba2": {"n_groups": 1, "head_dim": 16},
     "minicpm3": LATENT,
+    "sarvam_mla": LATENT,
     "moshi": {"sliding_window": 64},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "youtu": LATENT,
@@ -156,7 +158,7 @@ EXPERTS = frozenset(
     """afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe dbrx deepseek_v2 deepseek_v3 deepseek_v32 dots1
 dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss
 granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 inkling2_text inkling_text jamba
-jetmoe kimi_linear kolibri1 laguna lfm2_moe llama4_text longcat_flash mellum mimo_v2_flash minimax_m2
+jetmoe kimi_linear kolibri1 laguna lara_mini lfm2_moe llama4_text longcat_flash mellum mimo_v2_flash minimax_m2
 minimax_m3_vl_text mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next solar_open zaya""".split()  # noqa: E501
 )
 

@@ -147,7 +147,7 @@ def test_report_of_the_tower():
     # An index among the images of the call, of which the first is known already.
     cache = model.encode_images(pixel_values=images[:, :1])
     with check_images(model), pytest.raises(ValueError, match=told):
-        model(IDS, pixel_values=images, past_key_values=cache)
+        model(IDS, pixel_values=images, cache=cache)
 
 
 @pytest.mark.parametrize("kind", ["pixel_values", "vision_features"])
@@ -175,7 +175,7 @@ def test_padding_beside_known_images():
     mask = torch.tensor([[True, True, True], [True, True, False]])
     cache = model.encode_images(pixel_values=images, image_mask=torch.tensor([[True, True], [True, False]]))
     with check_images(model), pytest.raises(ValueError, match=r"got nan in row 1, image 1 \("):
-        model(ids, pixel_values=more, image_mask=mask, past_key_values=cache)
+        model(ids, pixel_values=more, image_mask=mask, cache=cache)
 
 
 def test_switch():

@@ -7,6 +7,7 @@ from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn.layers import row_groups
 from hf_xattn.layers.row_groups import CallCost
+from hf_xattn.utils.transformers_api import CACHE
 
 
 LAYERS = [0, 1, 3]
@@ -17,7 +18,7 @@ def answers(model, ids, images):
     """Logits of the new tokens, one after another."""
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     found = model.generate(ids, **images, **options, output_logits=True)
-    return torch.stack(found.logits, dim=1), found.past_key_values
+    return torch.stack(found.logits, dim=1), found[CACHE]
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def test_each_row_as_alone(dtype, way, quiet, monkeypatch):
     if way == "store":
         model.enable_image_store(2**24, dtype=dtype)
     if way == "encoded":
-        given = {"past_key_values": model.encode_images(**given, cache_dtype=dtype)}
+        given = {"cache": model.encode_images(**given, cache_dtype=dtype)}
     logits, cache = answers(model, ids, given)
     assert cache.cross_attention_cache.cache_dtype == dtype
     for row, real in enumerate(REAL):

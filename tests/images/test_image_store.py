@@ -8,6 +8,7 @@ from tiny_mllama import make_mllama
 from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn.importers import import_checkpoint
+from hf_xattn.utils.transformers_api import CACHE
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -41,9 +42,9 @@ def test_chat_sends_every_image_again(rule, kept):
     for turn in range(1, 4):
         images = torch.cat(turns[:turn], dim=1)
         with Counted(model) as counts:
-            answer = asked(model, text, pixel_values=images, past_key_values=caches[0])
+            answer = asked(model, text, pixel_values=images, cache=caches[0])
         assert counts == {"images": 1, "projections": 4}, "only the new image"
-        assert_same(answer, asked(plain, text, pixel_values=images, past_key_values=caches[1]), equal=False)
+        assert_same(answer, asked(plain, text, pixel_values=images, cache=caches[1]), equal=False)
         text = torch.cat([answer.sequences, torch.tensor([[MARKER, 10 + turn]])], dim=1)
     assert model.image_store.misses == 3 and model.image_store.hits == (0 if kept else 3)
 
@@ -102,7 +103,7 @@ def test_features_that_a_cache_holds_in_part():
         served.cache = fresh_cache()
     for length in (4, 9):
         answers = [
-            asked(served, ids, cross_attention_states=states[:, :length], past_key_values=served.cache)
+            asked(served, ids, cross_attention_states=states[:, :length], cache=served.cache)
             for served in (model, plain)
         ]
         assert_same(*answers, equal=False)
@@ -192,10 +193,10 @@ def test_encode_images_and_forks():
         layer.values.zero_()
     for _ in range(2):
         with Counted(model) as counts:
-            answer = asked(model, ids, pixel_values=images, past_key_values=encoded)
-        assert_same(answer, asked(plain, ids, pixel_values=images, past_key_values=expected), equal=False)
+            answer = asked(model, ids, pixel_values=images, cache=encoded)
+        assert_same(answer, asked(plain, ids, pixel_values=images, cache=expected), equal=False)
     assert counts == {}, "the third images too are stored now"
-    appended = model.encode_images(pixel_values=images, past_key_values=encoded)
+    appended = model.encode_images(pixel_values=images, cache=encoded)
     assert appended is encoded and appended.cross_attention_cache.layout.num_images == 3
 
 
@@ -213,6 +214,6 @@ def test_second_turn_on_a_cache_with_text(kind):
             more = torch.cat([first.sequences, torch.tensor([[MARKER, 9]] * 2)], dim=1)
             images = b if only_new else torch.cat([a, b], dim=1)
             with Counted(served) as counts:
-                answers.append(asked(served, more, pixel_values=images, past_key_values=first.past_key_values))
+                answers.append(asked(served, more, pixel_values=images, cache=first[CACHE]))
             assert counts == ({} if served is model else {"images": 2, "projections": 4})
         assert_same(*answers, equal=False)

@@ -15,6 +15,7 @@ from tiny_models import make_model, pixels, token_ids
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.images import image_store
 from hf_xattn.images.image_store import ImageStore, StoredImage
+from hf_xattn.utils.transformers_api import CACHE
 
 
 # --- the budget
@@ -217,7 +218,7 @@ def test_costs_nothing_where_it_is_not_asked(monkeypatch):
     first = asked(model, ids, pixel_values=images, max_new_tokens=4)
     assert calls == {"hash": 1, "id": 1, "read": 1}
     more = torch.cat([first.sequences, ids[:, :1]], dim=1)
-    asked(model, more, pixel_values=images, past_key_values=first.past_key_values)
+    asked(model, more, pixel_values=images, cache=first[CACHE])
     assert calls == {"hash": 1, "id": 1, "read": 2}, "the cache knows its images"
     model(ids, pixel_values=images)
     assert calls["read"] == 2

@@ -192,7 +192,7 @@ def test_inference_mode():
     with torch.no_grad():
         cache = model.encode_images(pixel_values=images)
     assert model.image_store.hits == 2
-    model(ids, past_key_values=cache, labels=ids).loss.backward()
+    model(ids, cache=cache, labels=ids).loss.backward()
     assert model.blocks[0].attn.q_proj.weight.grad.abs().max() > 0
 
 
@@ -280,7 +280,7 @@ def test_gradients_pass_the_store_by():
     with torch.no_grad():
         model.encode_images(pixel_values=images)
     cache = model.encode_images(pixel_values=images)
-    model(ids, past_key_values=cache, labels=ids).loss.backward()
+    model(ids, cache=cache, labels=ids).loss.backward()
     assert next(model.model.vision_tower.parameters()).grad is not None
     assert (model.image_store.hits, model.image_store.misses) == (0, 2)
     model(ids, pixel_values=images, use_cache=True)

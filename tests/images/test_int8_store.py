@@ -12,6 +12,7 @@ from safetensors import safe_open
 from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn.cache.image_cache import FORMAT, load_image_cache, save_image_cache
+from hf_xattn.utils.transformers_api import CACHE
 
 
 INT8_BYTES = IMAGE_BYTES // 4 + IMAGE_BYTES // 8  # a byte each for 8 values, and 4 for their scale
@@ -38,7 +39,7 @@ def test_the_first_answer_is_the_second(kind, batch, num_images):
         for _ in range(2):
             assert_same(asked(model, ids, pixel_values=images), first)
         assert counts == {"images": batch * num_images, "projections": 4}
-    assert first.past_key_values.cross_attention_cache.cache_dtype == "int8"
+    assert first[CACHE].cross_attention_cache.cache_dtype == "int8"
     if kind == "plain":
         assert model.image_store.nbytes == batch * num_images * INT8_BYTES
     for image in model.image_store._images.values():
@@ -73,15 +74,13 @@ def test_store_and_cache_of_different_dtypes():
         for cache in (plain, small):
             cache, before = copy.deepcopy(cache), [layer.tensors for layer in cache.cross_attention_cache.layers]
             kind = cache.cache_dtype
-            model.encode_images(images[:, 1:], past_key_values=cache)
+            model.encode_images(images[:, 1:], cache=cache)
             assert cache.cache_dtype == kind and cache.cross_attention_cache.get_seq_length() == 32
             for layer, first in zip(cache.cross_attention_cache.layers, before):
                 assert all(torch.equal(now[:, :, :16], old) for now, old in zip(layer.tensors, first, strict=True))
             served = reference if "int8" in (dtype, kind) else make_model()
             if kind == dtype:
-                assert_same(
-                    asked(model, ids, past_key_values=cache), asked(served, ids, pixel_values=images), equal=False
-                )
+                assert_same(asked(model, ids, cache=cache), asked(served, ids, pixel_values=images), equal=False)
             last = cache.cross_attention_cache.layers[0].read()[0]
             floats = last.dequantized() if kind else last
             expected = served.encode_images(images[:, 1:]).cross_attention_cache.layers[0].keys
@@ -134,7 +133,7 @@ def test_where_the_store_is_left_aside():
 def test_own_cache_with_a_store():
     """A caller's empty cache that keeps floats beside a store in int8."""
     model, cache = stored(make_model()), fresh_cache()
-    asked(model, token_ids(), pixel_values=pixels(), past_key_values=cache)
+    asked(model, token_ids(), pixel_values=pixels(), cache=cache)
     assert cache.cross_attention_cache.cache_dtype == "int8"
     assert cache.cross_attention_cache.nbytes == 2 * INT8_BYTES == model.image_store.nbytes
 

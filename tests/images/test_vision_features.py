@@ -77,7 +77,7 @@ def test_equal_to_pixels(name):
         lambda images: model(ids, use_cache=False, **images).logits,
         lambda images: model.generate(ids, max_new_tokens=4, do_sample=False, **images),
         lambda images: model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False, **images),
-        lambda images: model(ids, past_key_values=model.encode_images(**images)).logits,
+        lambda images: model(ids, cache=model.encode_images(**images)).logits,
     )
     for call in calls:
         expected = call(given[0])
@@ -126,10 +126,10 @@ def test_features_that_come_again(store):
         assert (model.image_store.hits, model.image_store.misses) == (4, 6)
     keys = [cache.cross_attention_cache.layers[0].keys for cache in (first, again)]
     assert torch.allclose(keys[0], keys[1][:, :, 16:], atol=1e-5)
-    model(ids, past_key_values=first, vision_features=torch.cat([a, b, c], dim=1))
+    model(ids, cache=first, vision_features=torch.cat([a, b, c], dim=1))
     assert first.cross_attention_cache.get_seq_length() == 3 * 16
     with pytest.raises(ValueError, match="Expected `vision_features` to hold all images"):
-        model(ids, past_key_values=first, vision_features=torch.cat([b, a], dim=1))
+        model(ids, cache=first, vision_features=torch.cat([b, a], dim=1))
 
 
 def test_gradients():

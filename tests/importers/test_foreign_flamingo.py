@@ -13,6 +13,7 @@ from hf_xattn import GatedCrossAttentionBlock
 from hf_xattn.configuration_xattn import PerceiverConfig
 from hf_xattn.images.perceiver import PerceiverResampler
 from hf_xattn.importers.open_flamingo import import_open_flamingo, open_flamingo_block, open_flamingo_resampler
+from hf_xattn.utils.transformers_api import CACHE
 
 
 flamingo = pytest.importorskip("flamingo_pytorch", reason="of the extra `test`")
@@ -168,7 +169,7 @@ def test_model_and_generated_tokens(tmp_path):
     for use_cache in (True, False):
         assert torch.equal(model.generate(**text, **given, **options, use_cache=use_cache), generated)
     cache = model.encode_images(**given)
-    assert torch.equal(model.generate(**text, past_key_values=cache, **options), generated)
+    assert torch.equal(model.generate(**text, cache=cache, **options), generated)
 
 
 def with_positions():
@@ -199,13 +200,13 @@ def test_positions_go_on_in_later_turns(store):
     images = pixels(2, 3, seed=8)
     whole = keys(model.encode_images(images))
     cache = model.encode_images(images[:, :1])
-    assert torch.allclose(keys(model.encode_images(images[:, 1:], past_key_values=cache)), whole, atol=1e-5)
+    assert torch.allclose(keys(model.encode_images(images[:, 1:], cache=cache)), whole, atol=1e-5)
     again = model.encode_images(images[:, :2])
-    assert torch.allclose(keys(model.encode_images(images, past_key_values=again)), whole, atol=1e-5)
+    assert torch.allclose(keys(model.encode_images(images, cache=again)), whole, atol=1e-5)
     padded = torch.cat([images[:, :1], torch.zeros_like(images[:, :1]), images[:, 1:]], dim=1)
     real = torch.tensor([[True, False, True, True]] * 2)
     cache = model.encode_images(padded[:, :2], image_mask=real[:, :2])
-    later = model.encode_images(padded[:, 2:], past_key_values=cache)
+    later = model.encode_images(padded[:, 2:], cache=cache)
     for found in (keys(later), keys(model.encode_images(padded, image_mask=real))):
         found = torch.cat([found[..., :3, :], found[..., 6:, :]], dim=-2)
         assert torch.allclose(found, whole, atol=1e-5)
@@ -223,7 +224,7 @@ def test_more_images_than_positions():
         model.encode_images(pixels(1, 5))
     cache = model.encode_images(pixels(1, 3))
     with pytest.raises(ValueError, match=r"`pixel_values` with image 5"):
-        model.encode_images(pixels(1, 2, seed=9), past_key_values=cache)
+        model.encode_images(pixels(1, 2, seed=9), cache=cache)
     real = torch.tensor([[True, False, True, True, True]])
     assert model.encode_images(pixels(1, 5), image_mask=real).cross_attention_cache.layout.num_images == 5
 
@@ -237,17 +238,17 @@ def test_positions_of_text_rows_that_share_images():
     ids, mask = token_ids(2), torch.tensor([[True, True], [True, False]])
     cache = model.encode_images(images[:, :2])
     with pytest.raises(ValueError, match=r"`image_mask`.*row 1: .*`encode_images`"):
-        model(ids, past_key_values=cache, image_mask=~mask | mask.flip(1))
+        model(ids, cache=cache, image_mask=~mask | mask.flip(1))
     padded = torch.tensor([[True, False, True]])
-    model(ids, past_key_values=model.encode_images(images, image_mask=padded), image_mask=padded)
-    model(ids, past_key_values=cache, image_mask=mask)
+    model(ids, cache=model.encode_images(images, image_mask=padded), image_mask=padded)
+    model(ids, cache=cache, image_mask=mask)
     with pytest.raises(ValueError, match=r"\[\[2, 1\]\].*`batch_select_indices`"):
-        model(ids, past_key_values=cache, pixel_values=images[:, 2:])
+        model(ids, cache=cache, pixel_values=images[:, 2:])
     cache.batch_select_indices(torch.arange(2))
-    logits = model(ids, past_key_values=cache, pixel_values=images[:, 2:].expand(2, -1, -1, -1, -1)).logits
+    logits = model(ids, cache=cache, pixel_values=images[:, 2:].expand(2, -1, -1, -1, -1)).logits
     for row in range(2):
-        cache = model(ids[row : row + 1], pixel_values=images[:, :2][:, mask[row]]).past_key_values
-        alone = model(ids[row : row + 1], past_key_values=cache, pixel_values=images[:, 2:]).logits
+        cache = model(ids[row : row + 1], pixel_values=images[:, :2][:, mask[row]])[CACHE]
+        alone = model(ids[row : row + 1], cache=cache, pixel_values=images[:, 2:]).logits
         assert torch.allclose(logits[row], alone[0], atol=1e-5)
 
 

@@ -115,7 +115,7 @@ def test_images_of_another_epsilon_are_not_taken():
     block = {"qk_norm": True}
     first, second = (make_model(cross_attention_config=block | {"qk_norm_eps": eps}) for eps in (1e-6, 1e-3))
     with torch.no_grad(), pytest.raises(ValueError, match="another model encoded"):
-        second.encode_images(pixels(seed=9), past_key_values=first.encode_images(pixels()))
+        second.encode_images(pixels(seed=9), cache=first.encode_images(pixels()))
 
 
 class KempnerNorm(nn.Module):

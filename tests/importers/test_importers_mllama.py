@@ -31,6 +31,7 @@ from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor
 from hf_xattn.checkpoints.model_card import describe
 from hf_xattn.importers import export_checkpoint, import_checkpoint
 from hf_xattn.importers.mllama import recipe
+from hf_xattn.utils.transformers_api import CACHE
 
 
 @torch.no_grad()
@@ -105,9 +106,9 @@ def test_images_added_to_a_chat():
     del whole["cross_attention_mask"]
     expected = model(**whole).logits
     start = {name: value[:, :4] if name == "input_ids" else value[:, :1] for name, value in whole.items()}
-    cache = model(**start, use_cache=True).past_key_values
+    cache = model(**start, use_cache=True)[CACHE]
     later = whole | {"input_ids": whole["input_ids"][:, 4:]}
-    assert torch.allclose(model(**later, past_key_values=cache).logits, expected[:, 4:], atol=2e-5)
+    assert torch.allclose(model(**later, cache=cache).logits, expected[:, 4:], atol=2e-5)
 
 
 @torch.no_grad()
@@ -125,7 +126,7 @@ def test_generate(case):
     encoded = {name: value for name, value in from_ids.items() if name != "input_ids"}
     images = ours.encode_images(**encoded)
     for _ in range(2):
-        assert torch.equal(ours.generate(TILED[case]["input_ids"], past_key_values=images, **options), expected)
+        assert torch.equal(ours.generate(TILED[case]["input_ids"], cache=images, **options), expected)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 from hf_xattn import CrossAttentionConfig, XAttnDataCollator, XAttnProcessor
 from hf_xattn.serving.chat_session import ChatSession
 from hf_xattn.utils.parts import CONNECTORS, POSITIONS
-from hf_xattn.utils.transformers_api import has, needs
+from hf_xattn.utils.transformers_api import CACHE, has, needs
 
 
 FOLDER = ROOT / "examples" / "own_parts"
@@ -121,7 +121,7 @@ def test_tokens(moss, both):
     first = {"pixel_values": pictures()[:, None], "return_dict_in_generate": True}
     said = ours.generate(**inputs(moss, rows[:1]), **first, **options)
     more = [*said.sequences[0].tolist(), 21, 22]
-    again = ours.generate(**inputs(moss, [more]), past_key_values=said.past_key_values, **options)
+    again = ours.generate(**inputs(moss, [more]), cache=said[CACHE], **options)
     assert again[0, -count:].tolist() == theirs.answer(more, [pictures()[0]], count)
 
 
@@ -129,7 +129,7 @@ def test_tokens(moss, both):
 def test_encoded_picture(moss, both):
     theirs, ours = both
     cache, row = ours.encode_images(pixel_values=pictures()[:, None]), [*FRONT, 8, 9, 10]
-    found = ours.generate(**inputs(moss, [row]), past_key_values=cache, max_new_tokens=5, do_sample=False)
+    found = ours.generate(**inputs(moss, [row]), cache=cache, max_new_tokens=5, do_sample=False)
     assert found[0, -5:].tolist() == theirs.answer(row, [pictures()[0]], 5)
 
 
@@ -144,9 +144,9 @@ def test_what_would_be_wrong_is_refused(moss, both):
             ours(**counted, pixel_values=pixels)
     with pytest.raises(ValueError, match="`position_ids` of dtype torch.int32"):
         ours.generate(**plain, pixel_values=pixels, max_new_tokens=2)
-    cache = ours(**given, pixel_values=pixels, use_cache=True).past_key_values
+    cache = ours(**given, pixel_values=pixels, use_cache=True)[CACHE]
     with pytest.raises(ValueError, match="`position_ids` of dtype torch.int32"):
-        ours(torch.tensor([[9]]), past_key_values=cache)
+        ours(torch.tensor([[9]]), cache=cache)
     for row in ([*FRONT, 8, MARKER], [5, MARKER], [MARKER]):
         with pytest.raises(ValueError, match="at most one picture in a text, behind 3 tokens"):
             inputs(moss, [row])

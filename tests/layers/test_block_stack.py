@@ -121,7 +121,7 @@ def test_generate(layers, tmp_path):
     assert torch.equal(model.generate(**given(), **GREEDY, cache_implementation="static"), expected)
     images = model.encode_images(pixels())
     assert len(images.cross_attention_cache.layers) == len(layers)
-    assert torch.equal(model.generate(token_ids(), past_key_values=images, **GREEDY), expected)
+    assert torch.equal(model.generate(token_ids(), cache=images, **GREEDY), expected)
     model.save_pretrained(tmp_path / "model")
     size = sum(weight.nbytes for weight in model.state_dict().values())
     split = AutoModelForImageTextToText.from_pretrained(
@@ -231,4 +231,4 @@ def test_figures_and_identity():
         count, single = (int(describe(each)[name].replace(",", "")) for each in (model, one))
         assert count == 2 * single
     with pytest.raises(ValueError, match="blocks|layers"):
-        model(token_ids(), past_key_values=one.encode_images(pixels()))
+        model(token_ids(), cache=one.encode_images(pixels()))

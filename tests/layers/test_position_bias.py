@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.utils.architectures import ARCHITECTURES
-from hf_xattn.utils.transformers_api import is_before
+from hf_xattn.utils.transformers_api import CACHE, is_before
 
 
 # Not GPT-2, which counts padding itself where it gets no `position_ids`.
@@ -60,8 +60,8 @@ def read(model, ids, mask=None, cut=LENGTH, cache=None, **images):
     stateful = model.config.text_config.model_type in STATES_ALONE
     for start, end in [(0, length - cut), *((step, step + 1) for step in range(length - cut, length))]:
         covered = {} if mask is None or (stateful and start) else {"attention_mask": mask[:, :end]}
-        outputs = model(ids[:, start:end], **covered, **images, past_key_values=cache, use_cache=True)
-        found, cache, images = [*found, outputs.logits], outputs.past_key_values, {}
+        outputs = model(ids[:, start:end], **covered, **images, cache=cache, use_cache=True)
+        found, cache, images = [*found, outputs.logits], outputs[CACHE], {}
     return torch.cat(found, dim=1), cache
 
 
@@ -107,10 +107,10 @@ def test_padding_is_remembered():
     given = {"pixel_values": IMAGES, "image_mask": REAL}
     _, cache = read(model, IDS, MASK, 0, **given)
     cache.reorder_cache(torch.tensor([1, 0]))
-    found = model(step, past_key_values=cache).logits
+    found = model(step, cache=cache).logits
     for row in range(2):
         _, alone = read(model, own_ids(row), None, 0, **own_images(row))
-        expected = model(step[:1], past_key_values=alone).logits
+        expected = model(step[:1], cache=alone).logits
         assert torch.allclose(found[1 - row], expected[0], atol=TOLERANCE), row
     cache.reset()
     ids = IDS[:, 3:]

@@ -15,6 +15,7 @@ from hf_xattn import (
 )
 from hf_xattn.layers.attention import GatedCrossAttention
 from hf_xattn.utils.parts import POSITIONS
+from hf_xattn.utils.transformers_api import CACHE
 
 
 def turning_model(**block):
@@ -86,9 +87,9 @@ def test_places_of_tokens_start_again_at_each_image():
 def test_images_that_come_later():
     model, images, ids = turning_model(), pixels(2, 3).double(), token_ids(2, 9)
     at_once, cache = model(ids[:, 4:], pixel_values=images, use_cache=False).logits, fresh_cache()
-    model.encode_images(images[:, :1], past_key_values=cache)
-    model.encode_images(images[:, 1:], past_key_values=cache)
-    steps = [model(ids[:, index : index + 1], past_key_values=cache).logits for index in range(4, 9)]
+    model.encode_images(images[:, :1], cache=cache)
+    model.encode_images(images[:, 1:], cache=cache)
+    steps = [model(ids[:, index : index + 1], cache=cache).logits for index in range(4, 9)]
     assert torch.allclose(torch.cat(steps, dim=1), at_once, atol=1e-10)
 
 
@@ -99,8 +100,8 @@ def test_text_is_counted():
     images = pixels(1).double()
     expected = model(ids, pixel_values=images, use_cache=False).logits
     moved = model(ids, pixel_values=images, position_ids=torch.arange(6)[None] + 3, use_cache=False).logits
-    cache = model(ids[:, :3], pixel_values=images, use_cache=True).past_key_values
-    steps = [model(ids[:, index : index + 1], past_key_values=cache).logits for index in range(3, 6)]
+    cache = model(ids[:, :3], pixel_values=images, use_cache=True)[CACHE]
+    steps = [model(ids[:, index : index + 1], cache=cache).logits for index in range(3, 6)]
     assert torch.allclose(torch.cat(steps, dim=1), expected[:, 3:], atol=1e-10)
     assert not torch.allclose(moved, expected, atol=1e-3), "`position_ids` are the places"
 

@@ -13,7 +13,7 @@ def test_quiet_softmax_copies_no_keys_and_values(monkeypatch):
     """All keys and values copied at every step to put the null key in front."""
     model, ids = make_model(cross_attention_config={"quiet_softmax": True}), token_ids()
     cache = model.encode_images(pixel_values=pixels(2, 2))
-    model(ids, past_key_values=cache)
+    model(ids, cache=cache)
     kernel, seen = torch.nn.functional.scaled_dot_product_attention, []
     monkeypatch.setattr(
         torch.nn.functional,
@@ -22,7 +22,7 @@ def test_quiet_softmax_copies_no_keys_and_values(monkeypatch):
             seen.append((key.data_ptr(), value.data_ptr())) or kernel(query, key, value, **kwargs)
         ),
     )
-    model(ids[:, :1], past_key_values=cache)
+    model(ids[:, :1], cache=cache)
     kept = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.cross_attention_cache.layers]
     assert [pair for pair in seen if pair in kept] == kept
 
@@ -43,7 +43,7 @@ def test_long_text_shares_its_mask_among_heads(monkeypatch, implementation):
     fold, masks = call.fold_mask, []
     monkeypatch.setattr(call, "fold_mask", lambda *args, **kwargs: masks.append(fold(*args, **kwargs)) or masks[-1])
     cache = model.encode_images(cross_attention_states=states)
-    logits = model(ids, past_key_values=cache, cross_attention_mask=mask).logits
+    logits = model(ids, cache=cache, cross_attention_mask=mask).logits
     assert masks[0].mask.shape == (1, 1, 360, 6), "two heads a group, one mask"
     assert close(logits, expected)
 
@@ -66,7 +66,7 @@ def test_attention_modules_are_called():
     assert count() == [1, 1], "new images"
     cache = model.encode_images(pixel_values=images)
     assert count() == [1, 1], "encoded only"
-    model(ids, past_key_values=cache)
+    model(ids, cache=cache)
     assert count() == [1, 1], "cached images"
     single = make_model(vision=False)
     for block in single.blocks:

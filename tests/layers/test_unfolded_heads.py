@@ -36,7 +36,7 @@ def test_equals_folded(calls, monkeypatch, masked, options):
     ids = token_ids(2, 1)
 
     def step() -> torch.Tensor:
-        return model(ids, past_key_values=model.encode_images(**images)).logits
+        return model(ids, cache=model.encode_images(**images)).logits
 
     unfolded = step()
     assert len(calls) == len(model.blocks)
@@ -54,10 +54,10 @@ def test_when(calls):
     """
     half = make_model(dtype=torch.bfloat16, cross_attention_config={"num_key_value_heads": 2})
     cache = half.encode_images(pixel_values=pixels(1).bfloat16())
-    half(token_ids(1, 5), past_key_values=cache.fork(DynamicCache()))
-    half(token_ids(4, 1), past_key_values=cache.fork(DynamicCache()))
+    half(token_ids(1, 5), cache=cache.fork(DynamicCache()))
+    half(token_ids(4, 1), cache=cache.fork(DynamicCache()))
     single = make_model(cross_attention_config={"num_key_value_heads": 2})
-    single(token_ids(1, 1), past_key_values=single.encode_images(pixel_values=pixels(1)))
+    single(token_ids(1, 1), cache=single.encode_images(pixel_values=pixels(1)))
     assert not calls
     query, key = torch.zeros(1, 2, 2, 16).bfloat16(), torch.zeros(1, 2, 9, 16).bfloat16()
     seen = torch.ones(1, 1, 2, 9, dtype=torch.bool)

@@ -24,6 +24,7 @@ from transformers import (
 
 from hf_xattn import AttentionMaps, XAttnConfig, XAttnForConditionalGeneration, attention_maps, register_connector
 from hf_xattn.importers import import_checkpoint
+from hf_xattn.utils.transformers_api import CACHE
 
 
 BLOCK = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -149,7 +150,7 @@ def test_images_from_a_cache():
     model, given = make_model(), inputs()
     with torch.no_grad():
         cache = model.encode_images(pixel_values=given["pixel_values"])
-    question = {"input_ids": given["input_ids"], "past_key_values": cache}
+    question = {"input_ids": given["input_ids"], "cache": cache}
     for _ in range(2):
         maps = attention_maps(model, question)
         for ours, expected in zip(maps.weights, attention_maps(model, given).weights):
@@ -157,9 +158,9 @@ def test_images_from_a_cache():
     assert maps.grid(head=0, layer=3, token=2).equal(maps.weights[1][0, 0, 2].view(4, 4))
     longer = attention_maps(model, question, max_new_tokens=3)
     assert longer.weights[0].shape[2] == 10 and cache.text_rows is None
-    used = model(given["input_ids"], pixel_values=given["pixel_values"], use_cache=True).past_key_values
+    used = model(given["input_ids"], pixel_values=given["pixel_values"], use_cache=True)[CACHE]
     with pytest.raises(ValueError, match="without text"):
-        attention_maps(model, {**question, "past_key_values": used})
+        attention_maps(model, {**question, "cache": used})
 
 
 def test_what_is_not_seen():
@@ -339,7 +340,7 @@ def test_padding_tiles_and_images():
             **{name: given[name] for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")}
         )
     with pytest.raises(ValueError, match="arrangement of the tiles"):
-        attention_maps(model, {"input_ids": given["input_ids"], "past_key_values": cache}).grid()
+        attention_maps(model, {"input_ids": given["input_ids"], "cache": cache}).grid()
 
 
 class Plain(torch.nn.Linear):
@@ -396,7 +397,7 @@ def test_grids_that_do_not_exist():
     with torch.no_grad():
         cache = make_model().encode_images(cross_attention_states=states["cross_attention_states"])
     with pytest.raises(ValueError, match="needs the size of the picture"):
-        attention_maps(make_model(), {"input_ids": token_ids(), "past_key_values": cache}).grid()
+        attention_maps(make_model(), {"input_ids": token_ids(), "cache": cache}).grid()
     maps = attention_maps(make_model(), inputs())
     for wrong, words in (
         ({"image": 1}, "`image`.*from 0 to 0"),

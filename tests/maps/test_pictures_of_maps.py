@@ -68,7 +68,7 @@ def test_images_beside_a_cache_are_refused():
     with torch.no_grad():
         cache = model.encode_images(pixel_values=pixels(1, seed=4))
     with pytest.raises(ValueError, match="got both: `pixel_values` too"):
-        attention_maps(model, {"input_ids": token_ids(1), "pixel_values": pixels(1), "past_key_values": cache})
+        attention_maps(model, {"input_ids": token_ids(1), "pixel_values": pixels(1), "cache": cache})
 
 
 def test_a_grid_of_unknown_form_is_refused():
@@ -80,7 +80,7 @@ def test_a_grid_of_unknown_form_is_refused():
         cache = model.encode_images(pixel_values=wide)
     assert attention_maps(model, {"input_ids": ids, "pixel_values": wide}).grid().shape[-2:] == (2, 8)
     with pytest.raises(ValueError, match="needs the size of the picture"):
-        attention_maps(model, {"input_ids": ids, "past_key_values": cache}).grid()
+        attention_maps(model, {"input_ids": ids, "cache": cache}).grid()
 
 
 def test_the_end_is_the_models_where_the_call_names_none():

@@ -6,6 +6,8 @@ from PIL import Image
 from tiny_models import VOCAB_SIZE, make_model, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from hf_xattn.utils.transformers_api import CACHE
+
 
 MARKER = 3
 
@@ -102,11 +104,11 @@ BAD_CALLS = {
     "labels_vocabulary": ({"labels": token_ids() + VOCAB_SIZE}, ValueError, "labels.*0 to 95.*got 1"),
     "labels_kept": ({"labels": token_ids(), "logits_to_keep": 2}, ValueError, r"labels.*\(2, 2\).*got \(2, 7\)"),
     "logits_to_keep": ({"logits_to_keep": "last"}, ValueError, "logits_to_keep.*integer.*'last'"),
-    "cache_tuple": ({"past_key_values": ()}, TypeError, "past_key_values.*cache.*got tuple"),
+    "cache_tuple": ({"cache": ()}, TypeError, "`cache`.*cache.*got tuple"),
     "cache_list": (
-        {"past_key_values": [], "position_ids": torch.arange(7).repeat(2, 1)},
+        {"cache": [], "position_ids": torch.arange(7).repeat(2, 1)},
         TypeError,
-        "past_key_values.*cache.*got list",
+        "`cache`.*cache.*got list",
     ),
     "pixels_numpy": ({"pixel_values": pixels().numpy()}, TypeError, "pixel_values.*torch.Tensor, got numpy.ndarray"),
     "pixels_list": ({"pixel_values": [pixels()]}, TypeError, "pixel_values.*torch.Tensor, got list"),
@@ -219,10 +221,10 @@ def test_text_that_outgrows_the_table_of_positions():
     """The same in a later turn, where the call itself is short; the cache stays as it was."""
     model = make_model("gpt2")
     with torch.no_grad():
-        cache = model(token_ids(1, 126), pixel_values=pixels(1), use_cache=True).past_key_values
+        cache = model(token_ids(1, 126), pixel_values=pixels(1), use_cache=True)[CACHE]
         with pytest.raises(ValueError, match="at most 128 tokens, .* got 129"):
-            model(token_ids(1, 3), past_key_values=cache)
-        assert cache.get_seq_length() == 126 and model(token_ids(1, 2), past_key_values=cache).logits.shape[1] == 2
+            model(token_ids(1, 3), cache=cache)
+        assert cache.get_seq_length() == 126 and model(token_ids(1, 2), cache=cache).logits.shape[1] == 2
 
 
 def test_empty_batches_are_not_encoded(served):
@@ -284,23 +286,23 @@ def test_caches_that_do_not_fit_are_refused():
     """Images of another model or batch, read as noise."""
     model, ids = make_model(), token_ids()
     with pytest.raises(ValueError, match="a cache for text and images, got a DynamicCache"):
-        model(ids, pixel_values=pixels(), past_key_values=DynamicCache())
+        model(ids, pixel_values=pixels(), cache=DynamicCache())
     fewer = make_model(cross_attention_layers=[1]).encode_images(pixel_values=pixels())
     with pytest.raises(ValueError, match="Expected images for 2 cross-attention blocks.*got 1"):
-        model(ids, past_key_values=fewer)
+        model(ids, cache=fewer)
     heads = make_model(cross_attention_config={"num_attention_heads": 4, "num_key_value_heads": 4})
     with pytest.raises(ValueError, match="Expected 2 K/V heads.*got 4"):
-        model(ids, past_key_values=heads.encode_images(pixel_values=pixels()))
+        model(ids, cache=heads.encode_images(pixel_values=pixels()))
     width = make_model(cross_attention_config={"head_dim": 6})
     with pytest.raises(ValueError, match="Expected 2 K/V heads of width 8.*got 2 of width 6"):
-        model(ids, past_key_values=width.encode_images(pixel_values=pixels()))
+        model(ids, cache=width.encode_images(pixel_values=pixels()))
     two = model.encode_images(pixel_values=pixels())
     with pytest.raises(ValueError, match="multiple of 2, the number of image rows.*got 3"):
-        model(token_ids(3), past_key_values=two)
+        model(token_ids(3), cache=two)
     foreign = EncoderDecoderCache(DynamicCache(), DynamicCache())
     foreign.cross_attention_cache.update(torch.zeros(2, 2, 5, 8), torch.zeros(2, 2, 5, 8), 0)
     with pytest.raises(ValueError, match="empty or filled by this model, got 1 layers"):
-        model(ids, pixel_values=pixels(), past_key_values=foreign)
+        model(ids, pixel_values=pixels(), cache=foreign)
     with pytest.raises(ValueError, match="encode_images.*needs"):
         model.encode_images()
     with pytest.raises(ValueError, match=r"\(batch, num_image_tokens\)"):

@@ -7,6 +7,8 @@ from marked_models import state_space
 from tiny_models import make_model, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
+from hf_xattn.utils.transformers_api import CACHE
+
 
 NEW = 5
 RULES = ("all", "previous", "latest", "latest_group")
@@ -67,7 +69,7 @@ def test_offloaded_caches_are_not_compiled(caplog):
     cache = HostCache(model.config.get_text_config(decoder=True), max_cache_len=7 + NEW)
     cache.offloading = True
     both = EncoderDecoderCache(cache, DynamicCache())
-    tokens = model.generate(ids, pixel_values=images, past_key_values=both, max_new_tokens=NEW, **GREEDY, **options)
+    tokens = model.generate(ids, pixel_values=images, cache=both, max_new_tokens=NEW, **GREEDY, **options)
     assert torch.equal(tokens, expected) and not graphs
     assert "`compile_config` has no effect" in caplog.text
 
@@ -148,11 +150,11 @@ def test_one_graph_with_shared_images(name):
         expected = model(ids, pixel_values=images.repeat_interleave(3, dim=0), use_cache=False).logits
         static = StaticCache(config=model.config.text_config, max_cache_len=16)
         cache = model.encode_images(pixel_values=images).fork(static)
-        model(ids[:, : 4 + index], past_key_values=cache)
+        model(ids[:, : 4 + index], cache=cache)
         with torch.compiler.set_stance("default" if index == 0 else "fail_on_recompile"):
             for now in range(4 + index, 10):
                 position_ids = torch.full((6, 1), now)
-                logits = step(ids[:, now : now + 1], past_key_values=cache, position_ids=position_ids).logits
+                logits = step(ids[:, now : now + 1], cache=cache, position_ids=position_ids).logits
                 assert torch.allclose(logits[:, 0], expected[:, now], atol=1e-4)
         assert len(graphs) == 1, f"{len(graphs)} graphs after case {index}"
 
@@ -204,11 +206,9 @@ def test_ask_again_compiled():
     encoded = model.encode_images(pixel_values=pixels(1))
     for index in range(3):
         ids = token_ids(2, 6, seed=index)
-        expected = model.generate(ids, past_key_values=encoded, max_new_tokens=NEW, do_sample=False)
+        expected = model.generate(ids, cache=encoded, max_new_tokens=NEW, do_sample=False)
         with torch.compiler.set_stance("default" if index == 0 else "fail_on_recompile"):
-            tokens = model.generate(
-                ids, past_key_values=encoded, max_new_tokens=NEW, do_sample=False, **compiled(backend)
-            )
+            tokens = model.generate(ids, cache=encoded, max_new_tokens=NEW, do_sample=False, **compiled(backend))
         assert torch.equal(tokens, expected) and len(graphs) == 1
 
 
@@ -229,7 +229,7 @@ def test_compiled_forward():
         StaticCache(config=model.config.text_config, max_cache_len=32),
         StaticCache(config=model.config.text_config, max_cache_len=32),
     )
-    assert model(ids, pixel_values=images, past_key_values=cache).past_key_values is cache
+    assert model(ids, pixel_values=images, cache=cache)[CACHE] is cache
 
 
 def test_compiled_training_step():
@@ -254,13 +254,13 @@ def test_compiled_prefill_makes_its_cache():
     forward = torch.compile(model.forward, backend=backend, fullgraph=True)
     outputs, expected = forward(ids, pixel_values=images, use_cache=True), model(ids, pixel_values=images)
     assert torch.allclose(outputs.logits, expected.logits, atol=1e-4) and len(graphs) == 1
-    cache, wanted = outputs.past_key_values, expected.past_key_values
+    cache, wanted = outputs[CACHE], expected[CACHE]
     assert (cache.text_rows, cache.get_seq_length()) == (2, 7)
     cache.crop(-2)
     wanted.crop(-2)
     assert torch.equal(cache.progress.counts.state, wanted.progress.counts.state)
-    again = model(ids[:, :2], past_key_values=wanted).logits
-    assert torch.allclose(model(ids[:, :2], past_key_values=cache).logits, again, atol=1e-4)
+    again = model(ids[:, :2], cache=wanted).logits
+    assert torch.allclose(model(ids[:, :2], cache=cache).logits, again, atol=1e-4)
 
 
 @torch.no_grad()

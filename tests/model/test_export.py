@@ -16,6 +16,7 @@ from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.cache.exporting import register_caches
 from hf_xattn.cache.xattn_cache import XAttnCache
 from hf_xattn.layers.context import CrossAttentionContext, Recorder
+from hf_xattn.utils.transformers_api import CACHE, is_before
 
 
 MARKER = 3
@@ -57,10 +58,10 @@ def test_decode_steps_of_a_program(name, rule, mask):
     assert type(cache) is XAttnCache and cache.text_rows == 2 and cache.get_seq_length() == 12
     if mask is None:  # images that were encoded before, other ones than those of the export
         images = model.encode_images(pixels(2, 2, seed=9)).fork(DynamicCache(config=model.config.text_config))
-        decode_both_ways(model, decode, model(ids, past_key_values=images), 2)
+        decode_both_ways(model, decode, model(ids, cache=images), 2)
 
     # The model goes on where the program ended.
-    more = model(ids[:, :2], past_key_values=cache)
+    more = model(ids[:, :2], cache=cache)
     assert more.logits.shape[1] == 2 and cache.get_seq_length() == 14
     if rule == "all" and mask != "text":
         cache.crop(-2)
@@ -139,20 +140,21 @@ def test_saved_program_in_another_process(tmp_path):
     with torch.no_grad():
         first = model(**inputs, use_cache=True)
         token = first.logits[:, -1:].argmax(-1)
-        expected = model(token, past_key_values=copy.deepcopy(first.past_key_values)).logits
+        expected = model(token, cache=copy.deepcopy(first[CACHE])).logits
     from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 
     DynamoExporter().export_for_generation(model, inputs, DynamoConfig()).save_pretrained(tmp_path / "programs")
-    torch.save({"cache": first.past_key_values, "token": token, "expected": expected}, tmp_path / "state.pt")
+    torch.save({"cache": first[CACHE], "token": token, "expected": expected}, tmp_path / "state.pt")
+    trust = {} if is_before("5.24.0") else {"trust_remote_code": True}  # programs are pickled
     script = f"""
 import torch
 from hf_xattn.cache.exporting import register_caches
 from transformers.exporters.base import ExportedModel
 
 register_caches()
-step = ExportedModel.from_pretrained({str(tmp_path / "programs")!r}).runners["decode"]
+step = ExportedModel.from_pretrained({str(tmp_path / "programs")!r}, **{trust}).runners["decode"]
 state = torch.load({str(tmp_path / "state.pt")!r}, weights_only=False)
-outputs = step(input_ids=state["token"], position_ids=torch.full((2, 1), 9), past_key_values=state["cache"])
+outputs = step(input_ids=state["token"], position_ids=torch.full((2, 1), 9), {CACHE}=state["cache"])
 assert torch.equal(outputs.logits, state["expected"])
 """
     done = warm_processes.run(["-c", script])
@@ -185,10 +187,10 @@ def test_plain_export_with_caches():
     inputs = {"input_ids": ids, "pixel_values": images, "use_cache": True}
     outputs = torch.export.export(model, (), inputs, strict=False).module()(**inputs)
     expected = model(**inputs)
-    assert torch.equal(outputs.logits, expected.logits) and type(outputs.past_key_values) is XAttnCache
-    step = {"input_ids": ids[:, :1], "past_key_values": outputs.past_key_values}
+    assert torch.equal(outputs.logits, expected.logits) and type(outputs[CACHE]) is XAttnCache
+    step = {"input_ids": ids[:, :1], "cache": outputs[CACHE]}
     program = torch.export.export(model, (), copy.deepcopy(step), strict=False).module()
-    logits = model(ids[:, :1], past_key_values=expected.past_key_values).logits
+    logits = model(ids[:, :1], cache=expected[CACHE]).logits
     assert torch.equal(program(**step).logits, logits)
 
 
@@ -211,10 +213,10 @@ def test_copies_of_a_cache_remember(copied):
     model, ids = make_model(image_token_id=MARKER, image_visibility="previous"), token_ids(2, 9)
     ids[:, 1] = ids[:, 4] = MARKER
     cache = model.encode_images(pixels(2, 2)).fork(DynamicCache())
-    model(ids, past_key_values=cache)
+    model(ids, cache=cache)
     again = copied(cache)
     assert again.text_rows == 2 and again.cross_attention_cache.made_by == model.image_identity()
     again.crop(-4)
-    expected = model(ids[:, :5], pixel_values=pixels(2, 2), use_cache=True).past_key_values
+    expected = model(ids[:, :5], pixel_values=pixels(2, 2), use_cache=True)[CACHE]
     assert torch.equal(again.progress.counts.state, expected.progress.counts.state)
     assert again.progress.history.length == 5

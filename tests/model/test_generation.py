@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn.cache.cross_cache import CrossCache
-from hf_xattn.utils.transformers_api import has
+from hf_xattn.utils.transformers_api import CACHE, has
 
 
 MARKER = 3
@@ -88,10 +88,10 @@ def test_methods_equal_the_uncached_run(name, method, cache):
     )
     assert torch.equal(outputs.sequences, expected)
     assert calls.once(), calls.count
-    keys = outputs.past_key_values.cross_attention_cache.layers[0].keys
+    keys = outputs[CACHE].cross_attention_cache.layers[0].keys
     assert keys.shape[::2] == (2, 16), "one row an image, not one a beam; as long as the images, not the text"
     if cache == "static":
-        assert isinstance(outputs.past_key_values.cross_attention_cache, CrossCache)
+        assert isinstance(outputs[CACHE].cross_attention_cache, CrossCache)
 
 
 @pytest.mark.parametrize("images", ["pixels", "states", "padded_states"])
@@ -129,12 +129,12 @@ def test_prompt_lookup_in_a_conversation(name):
     model, images = make_model(name), pixels(1)
     config = model.config.get_text_config()
     cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache())
-    first = generate(model, token_ids(1, 4).repeat(1, 3), pixel_values=images, past_key_values=cache, do_sample=False)
+    first = generate(model, token_ids(1, 4).repeat(1, 3), pixel_values=images, cache=cache, do_sample=False)
     ids = torch.cat([first, first[:, -5:-1]], 1)
     expected = generate(model, ids, pixel_values=images, do_sample=False)
     calls = Calls(model)
     options = {"do_sample": False, "prompt_lookup_num_tokens": 3}
-    assert torch.equal(generate(model, ids, pixel_values=images, past_key_values=cache, **options), expected)
+    assert torch.equal(generate(model, ids, pixel_values=images, cache=cache, **options), expected)
     assert calls.count["tower"] <= 1 and cache.get_seq_length() < expected.shape[1] + 3  # and candidates
 
 
@@ -211,9 +211,9 @@ def test_chunks_after_cached_text(text_only):
     """Text that the cache holds, read once more: what transformers did before 5.23."""
     model, ids = make_model(), token_ids(2, 6)
     images, cache = ({}, DynamicCache()) if text_only else ({"pixel_values": pixels()}, None)
-    first = generate(model, ids, **images, past_key_values=cache, do_sample=False, return_dict_in_generate=True)
+    first = generate(model, ids, **images, cache=cache, do_sample=False, return_dict_in_generate=True)
     chat = torch.cat([first.sequences, token_ids(2, 5, seed=8)], dim=1)
-    options = {"past_key_values": first.past_key_values, "do_sample": False, "prefill_chunk_size": 3}
+    options = {"cache": first[CACHE], "do_sample": False, "prefill_chunk_size": 3}
     if not has("prefill_chunk_size"):
         with pytest.raises(
             ValueError, match="`prefill_chunk_size` after cached text needs transformers 5.23.0 or newer"
@@ -292,7 +292,7 @@ def test_callers_cache(name, method):
         ),
     }
     for kind, cache in caches.items():
-        tokens = generate(model, ids, pixel_values=images, past_key_values=cache, **METHODS[method])
+        tokens = generate(model, ids, pixel_values=images, cache=cache, **METHODS[method])
         assert torch.equal(tokens, expected), kind
         assert cache.cross_attention_cache.layers[0].keys.shape[-2] == 16
 
@@ -352,13 +352,13 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="not both"):
         generate(model, ids, pixel_values=pixels(), cross_attention_states=torch.zeros(2, 5, 32))
     with pytest.raises(ValueError, match="a cache for text and images, got a DynamicCache"):
-        generate(model, ids, pixel_values=pixels(), past_key_values=DynamicCache())
+        generate(model, ids, pixel_values=pixels(), cache=DynamicCache())
     with pytest.raises(ValueError, match="`image_mask` was given without images"):
         generate(model, ids, image_mask=torch.ones(2, 1, dtype=torch.bool))
     with pytest.raises(ValueError, match="no vision tower"):
         generate(make_model(vision=False), ids, pixel_values=pixels())
     with pytest.raises(ValueError, match="use_cache=False"):
-        generate(model, ids, past_key_values=model.encode_images(pixels()), use_cache=False)
+        generate(model, ids, cache=model.encode_images(pixels()), use_cache=False)
     with pytest.raises(ValueError, match="pixel_value"):
         generate(model, ids, pixel_value=pixels())
     for options in ({}, {"use_cache": False}):

@@ -7,6 +7,8 @@ import torch
 from expectation_models import BASES, KINDS, base_of, build, images_for, inputs_for
 from tiny_models import token_ids
 
+from hf_xattn.utils.transformers_api import CACHE
+
 
 NEW = 5
 METHODS = {
@@ -109,10 +111,8 @@ def test_continued(base, tower):
     model, given = build(base, tower), inputs_for(tower)
     whole = generate(model, given, do_sample=False)
     first = generate(model, given, new=2, do_sample=False, return_dict_in_generate=True)
-    assert torch.equal(first.sequences, whole[:, :11]) and first.past_key_values.get_seq_length() == 10
-    rest = generate(
-        model, {"input_ids": first.sequences}, new=3, do_sample=False, past_key_values=first.past_key_values
-    )
+    assert torch.equal(first.sequences, whole[:, :11]) and first[CACHE].get_seq_length() == 10
+    rest = generate(model, {"input_ids": first.sequences}, new=3, do_sample=False, cache=first[CACHE])
     assert torch.equal(rest, whole)
     images = {name: value for name, value in given.items() if name != "input_ids"}
     embeds = model.get_input_embeddings()(whole[:, :11]).detach()

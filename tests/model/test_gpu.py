@@ -24,10 +24,10 @@ def test_caches_give_the_same_tokens(name, cache):
         tokens = model.generate(ids, pixel_values=images, cache_implementation=cache, **OPTIONS)
         assert torch.equal(tokens, expected)
     image_cache = model.encode_images(pixel_values=images)
-    tokens = model.generate(ids, past_key_values=image_cache, cache_implementation=cache, **OPTIONS)
+    tokens = model.generate(ids, cache=image_cache, cache_implementation=cache, **OPTIONS)
     assert torch.equal(tokens, expected)
     beams = model.generate(ids, pixel_values=images, num_beams=3, **OPTIONS)
-    assert torch.equal(model.generate(ids, past_key_values=image_cache, num_beams=3, **OPTIONS), beams)
+    assert torch.equal(model.generate(ids, cache=image_cache, num_beams=3, **OPTIONS), beams)
 
 
 def test_image_store():

@@ -72,14 +72,14 @@ def test_ctrl_c_in_generate(kind, store, times):
     more = torch.cat([expected, token_ids(2, 4, seed=8)], dim=1)
     second = generate(model, more, pixel_values=images)
     with CtrlC(0) as whole:
-        generate(model, ids, pixel_values=images, past_key_values=empty_cache(model, kind))
+        generate(model, ids, pixel_values=images, cache=empty_cache(model, kind))
     with CtrlC(0) as turn:
-        generate(model, more, pixel_values=images, past_key_values=empty_cache(model, kind))
+        generate(model, more, pixel_values=images, cache=empty_cache(model, kind))
     rng = random.Random(f"{kind} {store} {times}")
     for _ in range(times):
         cache = empty_cache(model, kind)
         with CtrlC(rng.randrange(1, whole.calls)):
-            generate(model, ids, pixel_values=images, past_key_values=cache)
+            generate(model, ids, pixel_values=images, cache=cache)
         assert torch.equal(generate(model, ids, pixel_values=images), expected)
         if store:
             model.image_store.clear()
@@ -87,19 +87,17 @@ def test_ctrl_c_in_generate(kind, store, times):
         length = int(cache.get_seq_length())
         # As after any call: what is cached is the beginning of the answer, and the rest is read.
         assert torch.equal(
-            generate(model, expected[:, : max(length + 1, 9)], pixel_values=images, past_key_values=cache)[
-                :, : 9 + NEW
-            ],
+            generate(model, expected[:, : max(length + 1, 9)], pixel_values=images, cache=cache)[:, : 9 + NEW],
             expected,
         )
         cache = empty_cache(model, kind)
-        generate(model, ids, pixel_values=images, past_key_values=cache)
+        generate(model, ids, pixel_values=images, cache=cache)
         with CtrlC(rng.randrange(1, turn.calls)):
-            generate(model, more, past_key_values=cache)
+            generate(model, more, cache=cache)
         given = {"pixel_values": images} if reset_if_broken(cache, kind) else {}
         length = int(cache.get_seq_length())
         again = second[:, : max(length + 1, more.shape[1])]
-        assert torch.equal(generate(model, again, past_key_values=cache, **given)[:, : second.shape[1]], second)
+        assert torch.equal(generate(model, again, cache=cache, **given)[:, : second.shape[1]], second)
 
 
 def test_ctrl_c_while_a_cache_is_adopted():
@@ -114,7 +112,7 @@ def test_ctrl_c_while_a_cache_is_adopted():
         cache = empty_cache(model, "dynamic")
         with CtrlC(number):
             XAttnCache.adopt(cache)
-        assert torch.equal(generate(model, ids, pixel_values=images, past_key_values=cache), expected), number
+        assert torch.equal(generate(model, ids, pixel_values=images, cache=cache), expected), number
 
 
 @pytest.mark.parametrize("max_bytes", [None, 2**24, 20_000], ids=["no store", "store", "small store"])

@@ -8,6 +8,7 @@ from transformers.utils import TransformersKwargs
 
 from hf_xattn import retrofit
 from hf_xattn.utils.keywords import suggestion
+from hf_xattn.utils.transformers_api import CACHE
 
 
 MISSPELT = {
@@ -17,7 +18,7 @@ MISSPELT = {
     "cross_attention_state": "cross_attention_states",
     "attention_masks": "attention_mask",
     "output_attention": "output_attentions",
-    "cache_params": "past_key_values",
+    "cache_params": CACHE,
 }
 # What `generate`, `Trainer`, collators and tokenizers of transformers hand to a decoder.
 EXTRAS = {

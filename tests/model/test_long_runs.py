@@ -10,6 +10,7 @@ from tiny_models import make_model, pixels, token_ids
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_xattn.cache.image_cache import select_images
+from hf_xattn.utils.transformers_api import CACHE
 
 
 slow = pytest.mark.slow
@@ -39,12 +40,12 @@ def one_call(model, kind, number):
         cache = EncoderDecoderCache(DynamicCache(config=model.config.text_config), DynamicCache())
         if kind == "encoded":
             cache = select_images(model.encode_images(pixel_values=options.pop("pixel_values")), list(range(rows)))
-        options["past_key_values"] = cache
+        options["cache"] = cache
         made.append(cache)
     answer = model.generate(ids, return_dict_in_generate=True, **options)
     made += [answer.sequences]
-    if answer.past_key_values is not None:
-        made.append(answer.past_key_values)
+    if answer.get(CACHE) is not None:
+        made.append(answer[CACHE])
     return [weakref.ref(thing) for thing in made]
 
 

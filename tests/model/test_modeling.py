@@ -10,6 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel
 from hf_xattn.decoders.decoder import find_decoder
+from hf_xattn.utils.transformers_api import CACHE
 
 
 # The new name of `gradient_checkpointing_enable` is not in every supported version of transformers.
@@ -220,8 +221,8 @@ def test_output_classes():
     model, ids, images = make_model(), token_ids(), pixels()
     outputs = model(ids, pixel_values=images, output_hidden_states=True)
     assert type(outputs) is CausalLMOutputWithCrossAttentions
-    assert isinstance(outputs.past_key_values, EncoderDecoderCache) and len(outputs.hidden_states) == 5
-    assert model(ids, pixel_values=images, use_cache=False).past_key_values is None
+    assert isinstance(outputs[CACHE], EncoderDecoderCache) and len(outputs.hidden_states) == 5
+    assert model(ids, pixel_values=images, use_cache=False).get(CACHE) is None
     as_tuple = model(ids, pixel_values=images, use_cache=False, return_dict=False)
     assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[0], outputs.logits)
     loss, logits = model(ids, pixel_values=images, labels=ids, use_cache=False, return_dict=False)
@@ -335,7 +336,7 @@ def test_gradient_checkpointing_changes_no_gradient(name, frozen):
             model.gradient_checkpointing_enable()
             assert model.is_gradient_checkpointing
         outputs = model(ids, pixel_values=pixels(), labels=ids)
-        assert checkpointing is False or outputs.past_key_values is None
+        assert checkpointing is False or outputs.get(CACHE) is None
         outputs.loss.backward()
         gradients[checkpointing] = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     assert gradients[True].keys() == gradients[False].keys()
@@ -350,12 +351,12 @@ def test_gradient_checkpointing_is_switched_off_again():
     """A cache that stays away after `gradient_checkpointing_disable`."""
     model, ids = make_model().train(), token_ids()
     model.gradient_checkpointing_enable()
-    assert model(ids, pixel_values=pixels(), use_cache=True).past_key_values is None
+    assert model(ids, pixel_values=pixels(), use_cache=True).get(CACHE) is None
     model.gradient_checkpointing_disable()
-    assert model(ids, pixel_values=pixels(), use_cache=True).past_key_values is not None
+    assert model(ids, pixel_values=pixels(), use_cache=True).get(CACHE) is not None
     model.gradient_checkpointing_enable()
     model.eval()
-    assert model(ids, pixel_values=pixels(), use_cache=True).past_key_values is not None
+    assert model(ids, pixel_values=pixels(), use_cache=True).get(CACHE) is not None
 
 
 def test_gradient_checkpointing_with_a_cache():
@@ -368,13 +369,13 @@ def test_gradient_checkpointing_with_a_cache():
     for past in (cache, encoded):
         model.zero_grad()
         given = {} if past is encoded else {"pixel_values": images}
-        outputs = model(ids, labels=ids, past_key_values=past, **given)
+        outputs = model(ids, labels=ids, cache=past, **given)
         assert torch.allclose(outputs.loss, expected.loss, atol=1e-5)
         outputs.loss.backward()
         assert all(block.attn.q_proj.weight.grad.any() for block in model.blocks)
     assert not any(layer.get_seq_length() for layer in cache.cross_attention_cache.layers)
     with pytest.raises(ValueError, match="Gradient checkpointing.*all images in one call"):
-        model(ids, pixel_values=pixels(seed=60), past_key_values=encoded)
+        model(ids, pixel_values=pixels(seed=60), cache=encoded)
 
 
 # --- parts

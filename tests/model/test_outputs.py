@@ -8,6 +8,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecod
 
 from hf_xattn import XAttnConfig
 from hf_xattn.outputs_xattn import XAttnGenerateBeamOutput, XAttnGenerateOutput
+from hf_xattn.utils.transformers_api import CACHE
 
 
 NEW, HEADS, TOKENS = 5, 4, 16  # tokens to generate, heads of a block, tokens of an image
@@ -161,10 +162,10 @@ def test_continued_generation_returns_the_new_attentions():
     model, ids, images = make_model(), token_ids(1), pixels(1)
     for options in ({}, {"prompt_lookup_num_tokens": 2}):
         cache = model.encode_images(images)
-        first = model.generate(ids, past_key_values=cache, do_sample=False, **ASKED, **options)
+        first = model.generate(ids, cache=cache, do_sample=False, **ASKED, **options)
         assert [blocks[0].shape[2] for blocks in first.cross_attentions] == [7] + [1] * (NEW - 1)
     chat = torch.cat([first.sequences, ids[:, :3]], dim=1)
-    second = model.generate(chat, past_key_values=first.past_key_values, do_sample=False, **ASKED)
+    second = model.generate(chat, cache=first[CACHE], do_sample=False, **ASKED)
     assert [blocks[0].shape[2] for blocks in second.cross_attentions] == [4] + [1] * (NEW - 1)
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn.utils.transformers_api import CACHE
 
 
 TOLERANCE = 2e-4
@@ -103,8 +104,8 @@ def pieces_equal_the_whole(case: tuple[BatchCase, str]) -> None:
             "attention_mask": text["attention_mask"][:, :end],
         }
         again = given if start == 0 or draw.random() < 0.5 else {}
-        outputs = model(**part, **again, past_key_values=cache, use_cache=True)
-        cache, found = outputs.past_key_values, [*found, outputs.logits]
+        outputs = model(**part, **again, cache=cache, use_cache=True)
+        cache, found = outputs[CACHE], [*found, outputs.logits]
     joined = torch.cat(found, dim=1)
     for row in range(len(batch.lengths)):
         assert close(joined[row, batch.real(row)], expected[row, batch.real(row)]), row
@@ -129,8 +130,8 @@ def turns_equal_at_once(case: tuple[BatchCase, str]) -> None:
         given = {batch.argument: batch.pictures[:, first : turn + 1]}
         if turn == 0:
             cache, given = cache_of(kind, model, given)
-        outputs = model(text[:, 3 * turn : 3 * turn + 3], **given, past_key_values=cache, use_cache=True)
-        cache, found = outputs.past_key_values, [*found, outputs.logits]
+        outputs = model(text[:, 3 * turn : 3 * turn + 3], **given, cache=cache, use_cache=True)
+        cache, found = outputs[CACHE], [*found, outputs.logits]
     assert close(torch.cat(found, dim=1), expected)
 
 
@@ -167,7 +168,7 @@ def generated_equals_uncached(case: tuple[BatchCase, str, str]) -> None:
         )
     if kind in ("encoded", "callers"):
         cache, given = cache_of(kind, model, batch.given)
-        found = write(**given, past_key_values=cache)
+        found = write(**given, cache=cache)
     else:
         implementation = {} if kind == "dynamic" else {"cache_implementation": kind}
         found = write(**batch.given, **implementation)

@@ -29,15 +29,15 @@ def test_images_without_text(cached):
     for given in (
         {"pixel_values": images},
         {"cross_attention_states": model.get_image_features(images).pooler_output},
-        {"past_key_values": model.encode_images(images), "pixel_values": images + 1},
-        {"past_key_values": model.encode_images(images), "cross_attention_mask": torch.ones(2, 16, dtype=torch.bool)},
+        {"cache": model.encode_images(images), "pixel_values": images + 1},
+        {"cache": model.encode_images(images), "cross_attention_mask": torch.ones(2, 16, dtype=torch.bool)},
         {"image_mask": torch.ones(2, 1, dtype=torch.bool)},
     ):
         with pytest.raises(ValueError, match="`input_ids` or `inputs_embeds` beside images, got neither"):
             say(model, **given, **options)
     assert not torch.equal(say(model, BOS, pixel_values=images, **options), say(model, BOS, **options))
     if cached:  # the images are in the cache, and are seen
-        alone = say(model, past_key_values=model.encode_images(images[:1]))
+        alone = say(model, cache=model.encode_images(images[:1]))
         assert torch.equal(alone, say(model, BOS[:1], pixel_values=images[:1]))
 
 
@@ -69,7 +69,7 @@ def test_token_healing(tmp_path):
     """The last token of a prompt, asked for anew without the pictures."""
     model, ids, images = make_model(), torch.tensor([[4, 5, 6, 7, 5]]), pixels(1, 1)
     healing = {"token_healing": True, "tokenizer": make_tokenizer()}
-    for given in ({"pixel_values": images}, {"past_key_values": model.encode_images(images)}):
+    for given in ({"pixel_values": images}, {"cache": model.encode_images(images)}):
         with pytest.raises(ValueError, match="`token_healing=False` beside images, got True"):
             say(model, ids, **given, **healing)
     model.generation_config.token_healing = True

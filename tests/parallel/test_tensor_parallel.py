@@ -67,7 +67,7 @@ def make(folder, cross_attention, name="llama"):
         expected["masked"] = model(input_ids=ids, **images, cross_attention_mask=mask).logits
         expected["one key"] = model(input_ids=ids, cross_attention_states=key).logits
         small = model.encode_images(**images, cache_dtype="int8").fork(DynamicCache(config=model.config.text_config))
-        expected["int8"] = model(input_ids=ids, past_key_values=small).logits
+        expected["int8"] = model(input_ids=ids, cache=small).logits
     expected["tokens"] = model.generate(
         ids, attention_mask=torch.ones_like(ids), **images, max_new_tokens=6, do_sample=False
     )

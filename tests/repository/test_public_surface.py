@@ -119,7 +119,7 @@ def beside(given):
         return needs(given, pixel_values=PIXELS if given["image_rows"] is None else PIXELS[:1])
     if names & {"cross_attention_mask"}:
         return needs(given, cross_attention_states=STATES)
-    if names & {"image_mask", "image_attention_mask", "past_key_values", "cache_dtype"}:
+    if names & {"image_mask", "image_attention_mask", "cache", "cache_dtype"}:
         return needs(given, pixel_values=PIXELS)
     return given
 
@@ -153,7 +153,7 @@ TEXT = {
         size=torch.arange(6)[None],
         dtype=torch.arange(7)[None].float(),
     ),
-    "past_key_values": CACHE,
+    "cache": CACHE,
     "inputs_embeds": tensor(
         torch.zeros(2, 7, 32),
         none=Wrong(None, "none"),
@@ -308,11 +308,11 @@ SURFACES = {
             inputs_embeds=tensor(
                 torch.zeros(2, 7, 32), none=NOTHING, size=torch.zeros(2, 7, 31), dtype=torch.zeros(2, 7, 32).long()
             ),
-            past_key_values=value(none=Fine(None), kind=Wrong(((STATES, STATES),), "tuple")),
+            cache=value(none=Fine(None), kind=Wrong(((STATES, STATES),), "tuple")),
             image_rows=value(none=Fine(None), kind=ROWS.numpy(), size=Wrong(ROWS, "generate")),
         ),
         misspelt=(ValueError, TypeError),
-        fields={*IMAGE_ARGUMENTS, "inputs", "input_ids", "inputs_embeds", "past_key_values"},
+        fields={*IMAGE_ARGUMENTS, "inputs", "input_ids", "inputs_embeds", "cache"},
     ),
     "encode_images": Surface(
         XAttnModel.encode_images,
@@ -326,7 +326,7 @@ SURFACES = {
                 "device": NOTHING,  # see `tensor`
             },
             "vision_features": {**image_rows()["vision_features"], "none": Wrong(None, "needs"), "device": NOTHING},
-            "past_key_values": CACHE,
+            "cache": CACHE,
             "cache_dtype": value(none=Fine(None), kind=8, size=Wrong("int4", "cache_dtype.*int4"), dtype=torch.int8),
         },
     ),

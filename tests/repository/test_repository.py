@@ -108,6 +108,21 @@ def test_the_workflow_calls_the_script():
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
 
 
+def test_the_weekly_workflow():
+    """A break by a new release that nobody hears of, or a workflow that may write to the repository."""
+    workflow = yaml.safe_load((GITHUB / "workflows" / "versions.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow[True]["schedule"] == [{"cron": "0 5 * * 1"}] and "workflow_dispatch" in workflow[True]
+    (job,) = workflow["jobs"].values()
+    newest = job["strategy"]["matrix"]["include"][0]
+    assert newest == {"name": "newest", "install": "transformers torch torchvision", "upgrade": "--upgrade"}
+    run = [step["run"] for step in job["steps"] if "run" in step]
+    assert run[-1] == ".venv/bin/pytest -n 2 --dist loadfile $(cat .ci/core)"
+    readme = (ROOT / "README.md").read_text()
+    assert run[0] in readme  # the installation of the tests
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
+
+
 def test_no_test_file_imports_another():
     """A test file that cannot be moved or removed: another takes parts of it, or it looks for files beside itself."""
     files = sorted((ROOT / "tests").rglob("*.py"))

@@ -1,7 +1,7 @@
 """What the package uses of transformers' private API: all of it is in one table, and the table is true."""
 
 import ast
-import importlib.util
+import importlib
 import inspect
 import subprocess
 import sys
@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import transformers
+from packaging.version import Version
 
 import hf_xattn
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.utils import transformers_api
-from hf_xattn.utils.transformers_api import END, OLDEST, PRIVATE, warn_of_version
+from hf_xattn.utils.transformers_api import PRIVATE, exists, warn_of_version
+from hf_xattn.utils.versions import NEWEST, OLDEST, naming_what_transformers_lacks
 from hf_xattn.vllm_plugin import vllm_api
 
 
@@ -85,35 +87,81 @@ def test_overrides_are_listed():
 def test_the_table_is_true(name):
     """A name that the installed transformers no longer has in that file; a wrong first version."""
     module, since = PRIVATE[name]
-    spec = importlib.util.find_spec(f"transformers.{module}")
-    source = Path(spec.origin).read_text() if spec is not None else ""
-    assert (name in source) == transformers_api.has(name), f"{name}: {module}, since {since}"
+    assert exists(name) == transformers_api.has(name), f"{name}: {module}, since {since}"
 
 
-@pytest.mark.parametrize("version", ["4.57.6", "5.16.1", "5.24.0", "5.24.0.dev0", "6.0.0"])
-def test_other_versions_are_told(version):
-    """An old or a future transformers with which the model gives other answers, without a word."""
-    with pytest.warns(UserWarning, match=f"from {OLDEST} up to, but without, {END}. With {version}"):
+@pytest.mark.parametrize("version", ["4.57.6", "5.16.1", "5.17.0.dev0"])
+def test_older_versions_are_told(version):
+    """An old transformers with which the model gives other answers, without a word."""
+    older = Version(Version(version).base_version) < Version(OLDEST)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warn_of_version(version)
+    said = [f"hf_xattn needs transformers {OLDEST} or newer, got {version}" in str(warning.message) for warning in told]
+    assert said == ([True] if older else [])
+
+
+@pytest.mark.parametrize("version", ["5.25.0", "5.25.0.dev0", "6.0.0"])
+def test_newer_versions_are_told(version, monkeypatch):
+    """A transformers that nobody has tested, without a word; or without the names that it no longer has."""
+    with pytest.warns(UserWarning, match=f"{version} is newer than {NEWEST}.* `hf-xattn check` measures"):
+        warn_of_version(version)
+    monkeypatch.setitem(PRIVATE, "_no_such_name", ("generation.utils", OLDEST))
+    with pytest.warns(
+        UserWarning, match="It lacks `_no_such_name` of `transformers.generation.utils`: .*hf-xattn check"
+    ):
         warn_of_version(version)
 
 
-@pytest.mark.parametrize("version", ["5.17.0", "5.23.0", "5.23.9"])
+@pytest.mark.parametrize("version", [OLDEST, "5.23.9", NEWEST, "5.24.9"])
 def test_supported_versions_pass(version):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_version(version)
 
 
-def test_import_warns_once():
+@pytest.mark.parametrize("version, words", [("5.16.0", "hf_xattn needs transformers"), ("7.0.0", "newer than")])
+def test_import_warns_once(version, words):
     """A warning with every model, or none at import."""
     script = (
-        "import warnings, transformers; transformers.__version__ = '5.16.0'\n"
+        f"import warnings, transformers; transformers.__version__ = '{version}'\n"
         "with warnings.catch_warnings(record=True) as told:\n"
         "    warnings.simplefilter('always'); import hf_xattn, hf_xattn as again; "
-        "hf_xattn.XAttnConfig(text_config=transformers.LlamaConfig())\nassert sum('hf_xattn supports transformers' in "
+        f"hf_xattn.XAttnConfig(text_config=transformers.LlamaConfig())\nassert sum('{words}' in "
         "str(w.message) for w in told) == 1, told"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+LACKING = {
+    "a function": ("transformers.masking_utils", "create_masks_for_generate"),
+    "a class": ("transformers.cache_utils", "EncoderDecoderCache"),
+    "a table": ("transformers.models.auto.modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+}
+
+
+@pytest.mark.parametrize("kind", LACKING)
+def test_a_missing_name_is_told(kind):
+    """An import that fails deep inside, without the version that is to blame."""
+    module, name = LACKING[kind]
+    script = f"import {module} as module\ndel module.{name}\nimport hf_xattn"
+    failed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    expected = f"needs `{name}` of `{module}`, which transformers {transformers.__version__} does not have"
+    last = failed.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: hf_xattn") and expected in last and f"{OLDEST} to {NEWEST}" in last
+
+
+def test_a_missing_module_is_told():
+    """A module that a release has moved; and the error of another package, which is none of transformers."""
+    with pytest.raises(ImportError, match="needs the module `transformers.no_such_module`, which transformers"):
+        with naming_what_transformers_lacks():
+            importlib.import_module("transformers.no_such_module")
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'no_such_package'$"):
+        with naming_what_transformers_lacks():
+            importlib.import_module("no_such_package")
+    with pytest.raises(AttributeError, match="'int' object has no attribute 'missing'"):
+        with naming_what_transformers_lacks():
+            (1).missing  # noqa: B018
 
 
 def test_splitting_over_ranks_is_refused_in_an_old_version(monkeypatch, tmp_path):
@@ -126,7 +174,7 @@ def test_splitting_over_ranks_is_refused_in_an_old_version(monkeypatch, tmp_path
 def test_parts_without_declarations():
     """Versions before 5.20 do not make configurations of declared parts: the stand-in has to."""
     source = inspect.getsource(transformers_api)
-    space = {"__name__": "old"}
+    space = {"__name__": "hf_xattn.utils.old", "__package__": "hf_xattn.utils"}
     without = source.replace("from transformers.configuration_utils import SubConfigSpec", "raise ImportError")
     assert without != source
     exec(compile(without, "old", "exec"), space)

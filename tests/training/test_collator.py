@@ -268,8 +268,12 @@ def test_templates_of_published_models():
         processor.tokenizer.add_tokens(tokens, special_tokens=True)
         batch = XAttnDataCollator(processor)([{"messages": chat}])
         for answer, expected in zip(said(processor, batch["labels"][0]), ("a red circle.", "yes."), strict=True):
-            assert answer.startswith(expected), file.name
-            assert answer[len(expected) :].strip() in {"", "</s>", *tokens, *SPECIAL}, file.name
+            header, found, end = answer.partition(expected)
+            # An empty thought or the name of a channel, which the model writes itself behind the generation prompt.
+            for token in (*tokens, "<think>", "</think>"):
+                header = header.replace(token, "")
+            assert found and header.strip() in {"", "final", "to=user"}, file.name
+            assert end.strip() in {"", "</s>", *tokens, *SPECIAL}, file.name
         if "generation" in template and file.stem.endswith("_training"):
             theirs = processor.apply_chat_template(
                 chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True

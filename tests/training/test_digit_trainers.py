@@ -92,7 +92,8 @@ def test_the_others_give_the_same_losses(name, quick, of_trainer):
     check_trained(recipe.folder)
     reference = load_file(folder / "model.safetensors")
     for weight_name, weight in load_file(recipe.folder / "model" / "model.safetensors").items():
-        assert torch.allclose(weight, reference[weight_name], atol=1e-3), weight_name
+        # On average: Adam makes a whole step of a gradient near zero, whose sign is a matter of rounding.
+        assert (weight - reference[weight_name]).abs().mean() < 1e-5, weight_name
 
 
 def test_units(quick):

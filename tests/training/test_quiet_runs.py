@@ -14,6 +14,7 @@ from transformers.testing_utils import CaptureLogger
 
 from hf_xattn import XAttnDataCollator, XAttnProcessor, load_rows
 from hf_xattn.training import collator
+from hf_xattn.utils.transformers_api import is_before
 
 
 FAST = "--device cpu --log-steps 1000 --save-steps 1000".split()
@@ -94,6 +95,9 @@ def test_answers_end_where_the_template_ends_a_turn(eos, data, tmp_path, capsys)
     assert status == 0, error
     ends = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").generation_config.eos_token_id
     turn, own = (processor.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", eos))
+    if is_before("5.18.0"):  # `Trainer` lists the tokenizer's token twice
+        ends = list(dict.fromkeys(ends))
+        ends = ends[0] if len(ends) == 1 else ends
     assert ends == (turn if own == turn else [own, turn])
     assert ("ends a turn with it" in said) == (own != turn)
 

@@ -8,6 +8,7 @@ from marked_models import MARKER, RULES, marked
 from tiny_models import make_model, make_text, pixels, token_ids
 
 from hf_xattn import freeze_base
+from hf_xattn.utils.transformers_api import CACHE
 
 
 def gradients(model):
@@ -21,7 +22,7 @@ def test_training_on_encoded_images_equals_training_on_images():
         model, ids, images = make_model(), token_ids(), pixels()
         freeze_base(model, vision=False)
         model.train()
-        inputs = {"past_key_values": model.encode_images(pixel_values=images)} if encoded else {"pixel_values": images}
+        inputs = {"cache": model.encode_images(pixel_values=images)} if encoded else {"pixel_values": images}
         model(ids, labels=ids, **inputs).loss.backward()
         found.append(gradients(model))
     assert found[0].keys() == found[1].keys()
@@ -56,10 +57,10 @@ def test_constant_images_in_training_are_told(warnings_of_call):
     model, ids = make_model().train(), token_ids()
     with torch.no_grad():
         cache = model.encode_images(pixel_values=pixels())
-    model(ids, labels=ids, past_key_values=cache).loss.backward()
+    model(ids, labels=ids, cache=cache).loss.backward()
     assert "encoded without gradients" in warnings_of_call.text
     warnings_of_call.clear()
-    model.eval()(ids, past_key_values=make_model().encode_images(pixel_values=pixels()))
+    model.eval()(ids, cache=make_model().encode_images(pixel_values=pixels()))
     assert "encoded without gradients" not in warnings_of_call.text
 
 
@@ -73,7 +74,7 @@ def test_constant_images_are_fine_where_nothing_of_theirs_learns(warnings_of_cal
         block.attn.v_proj.requires_grad_(False)
     with torch.no_grad():
         cache = model.encode_images(pixel_values=pixels())
-    model(ids, labels=ids, past_key_values=cache).loss.backward()
+    model(ids, labels=ids, cache=cache).loss.backward()
     assert "encoded without gradients" not in warnings_of_call.text
 
 
@@ -103,7 +104,7 @@ def test_frozen_text_without_images():
         for inputs in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids).detach()}):
             outputs = model(**inputs, labels=ids, use_cache=True)
             assert torch.equal(outputs.logits, base(ids).logits)
-            assert not outputs.past_key_values.cross_attention_cache.layers
+            assert not outputs[CACHE].cross_attention_cache.layers
             outputs.loss.backward()
             assert all(not weight.grad.any() for block in model.blocks for weight in block.parameters())
         with torch.no_grad():
@@ -140,6 +141,6 @@ def test_text_goes_on_after_a_step_without_images():
     later[:, 1] = MARKER
     found = []
     for training in (True, False):
-        cache = model.train(training)(ids, use_cache=True).past_key_values
-        found.append(model(later, pixel_values=pixels(), past_key_values=cache).logits)
+        cache = model.train(training)(ids, use_cache=True)[CACHE]
+        found.append(model(later, pixel_values=pixels(), cache=cache).logits)
     assert torch.allclose(*found, atol=1e-5)
