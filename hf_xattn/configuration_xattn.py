@@ -295,6 +295,9 @@ class XAttnConfig(CheckedConfig):
             tower (`"full"`), or drop the first one, the class token (`"default"`, as in Llava).
         vision_feature_layer (`int` or `list[int]`, *optional*): hidden states of the tower in place of the last one, as
             in Llava: -2 is in front of the last layer, 0 are the embeddings; several are joined along the width.
+        vision_hidden_size (`int`, *optional*): width of the tower's `last_hidden_state`, where its configuration does
+            not say it or says another one. [`retrofit`] measures it. None: `hidden_size`, or the last of
+            `hidden_sizes`, of `vision_config`.
         perceiver_config ([`PerceiverConfig`] or `dict`, *optional*): configuration of the `"perceiver"` connector.
         connector_hidden_act (`str`, defaults to `"gelu"`): activation of the `"mlp"` and `"mlp_2d"` connectors.
         connector_bias (`bool`, defaults to `True`): biases in the `"linear"` and `"mlp"` connectors, and in `"mlp_2d"`.
@@ -334,6 +337,7 @@ class XAttnConfig(CheckedConfig):
     connector_bias: bool = True
     vision_feature_select_strategy: Literal["full", "default"] = "full"
     vision_feature_layer: int | list[int] | None = None
+    vision_hidden_size: int | None = None
     source_config: dict | None = None
 
     def __post_init__(self, **kwargs):
@@ -407,6 +411,8 @@ class XAttnConfig(CheckedConfig):
         if _is_left_out(self.cross_attention_layers):
             self.cross_attention_layers = every_nth_layer(4, num_layers)
         self.cross_attention_layers = check_layers(self.cross_attention_layers, num_layers)
+        if self.vision_hidden_size is not None:
+            check_positive_int("vision_hidden_size", self.vision_hidden_size)
         check_features(self.vision_feature_layer, self.vision_feature_select_strategy, self.vision_config)
         width = text_hidden_size(self.text_config)
         if self.cross_attention_config.hidden_size != width:

@@ -24,8 +24,10 @@ from .configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnCon
 from .decoders.derived import original_class
 from .decoders.quantization import return_quantizer
 from .decoders.text_half import text_half
+from .images.vision import measured_width
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
-from .utils.architectures import text_num_hidden_layers, vision_hidden_size
+from .utils.architectures import text_num_hidden_layers
+from .utils.architectures import vision_hidden_size as width_of
 from .utils.config_checks import check_parts, every_nth_layer
 from .utils.keywords import ELSEWHERE
 
@@ -56,6 +58,7 @@ def retrofit(
     connector_bias: bool = True,
     vision_feature_select_strategy: str = "full",
     vision_feature_layer: int | list[int] | None = None,
+    vision_hidden_size: int | None = None,
     perceiver_config: PerceiverConfig | dict[str, Any] | None = None,
     **load_kwargs,
 ) -> XAttnForConditionalGeneration:
@@ -79,7 +82,7 @@ def retrofit(
             `dict` leaves out follow the decoder's.
         image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_type,
             connector_options, connector_hidden_act, connector_bias, vision_feature_select_strategy,
-            vision_feature_layer, perceiver_config: fields of [`XAttnConfig`].
+            vision_feature_layer, vision_hidden_size, perceiver_config: fields of [`XAttnConfig`].
         load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`, `revision`,
             `trust_remote_code`, ... `gguf_file` is the name of a GGUF file in the folder or repository `text`, whose
             weights are unpacked, in float32 unless `dtype` says otherwise. `attn_implementation` may be a `dict` with
@@ -109,9 +112,11 @@ def retrofit(
     if cross_attention_layers is None:
         cross_attention_layers = every_nth_layer(every, text_num_hidden_layers(text_config))
     vision_config = None if vision is None else vision_config_of(vision, of_vision)
+    if vision_config is not None and vision_hidden_size is None:
+        vision_hidden_size = _unsaid_width(vision_config)
     if vision_config is not None and connector_type in ("identity", "perceiver"):
         joined = len(vision_feature_layer) if isinstance(vision_feature_layer, (list, tuple)) else 1
-        cross_attention = _with_context_size(cross_attention, joined * vision_hidden_size(vision_config))
+        cross_attention = _with_context_size(cross_attention, joined * (vision_hidden_size or width_of(vision_config)))
     options: dict[str, Any] = {
         "cross_attention_config": cross_attention,
         "cross_attention_layers": cross_attention_layers,
@@ -125,6 +130,7 @@ def retrofit(
         "connector_bias": connector_bias,
         "vision_feature_select_strategy": vision_feature_select_strategy,
         "vision_feature_layer": vision_feature_layer,
+        "vision_hidden_size": vision_hidden_size,
         "perceiver_config": perceiver_config,
     }
     # Makes all checks before weights are read.
@@ -214,6 +220,16 @@ def _warn_of_start(config: CrossAttentionConfig) -> None:
             "`cross_attention` starts with a non-zero gate and non-zero projections, so the logits of the fresh model "
             "differ from its base."
         )
+
+
+def _unsaid_width(vision_config: PreTrainedConfig) -> int | None:
+    """The width of a tower's features, where its configuration does not say it, or says another one."""
+    try:
+        said = width_of(vision_config)
+    except ValueError:
+        said = None
+    measured = measured_width(vision_config)
+    return None if measured == said else measured
 
 
 def _with_context_size(cross_attention: Any, context_size: int) -> Any:

@@ -47,6 +47,23 @@ def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
     return build_part(AutoModel, config)
 
 
+def measured_width(config: PreTrainedConfig) -> int | None:
+    """Returns the width of the `last_hidden_state` of a tower with this configuration, found with a blank image.
+
+    The tower has no weights: it runs on the meta device. Returns None for a tower that does not run there, or of tiles.
+    """
+    if is_tiled(config):
+        return None
+    try:
+        with torch.device("meta"):
+            tower = build_tower(config).eval()
+            pixels, _ = blank_image(config, torch.device("meta"), tower.dtype)
+            shape = run_tower(tower, pixels, None).last_hidden_state.shape  # type: ignore[union-attr]
+    except Exception:  # code of a tower that reads values, such as those of a mask
+        return None
+    return shape[1] if len(shape) == 4 else shape[-1]
+
+
 def is_tiled(config: PreTrainedConfig) -> bool:
     """Whether a vision tower takes tiles."""
     return config.model_type in TILED_VISION_TYPES

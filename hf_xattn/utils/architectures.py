@@ -144,7 +144,7 @@ def text_hidden_size(text_config: PreTrainedConfig) -> int:
 
 
 def vision_hidden_size(vision_config: PreTrainedConfig) -> int:
-    """Returns the width of a vision model's `last_hidden_state`, or raises a `ValueError`."""
+    """Returns the width of a vision model's `last_hidden_state` by its configuration, or raises a `ValueError`."""
     for config in (vision_config, getattr(vision_config, "vision_config", None)):
         width = "vision_output_dim" if getattr(config, "model_type", None) in TILED_VISION_TYPES else "hidden_size"
         size = getattr(config, width, None)
@@ -154,8 +154,8 @@ def vision_hidden_size(vision_config: PreTrainedConfig) -> int:
         if sizes:
             return sizes[-1]
     raise ValueError(
-        f"`vision_config` of type {vision_config.model_type!r} names no `hidden_size`: expected `hidden_size` or "
-        "`hidden_sizes`, the width of the vision model's features."
+        f"`vision_config` of type {vision_config.model_type!r} names no `hidden_size` or `hidden_sizes`: expected "
+        "`vision_hidden_size`, the width of the vision model's `last_hidden_state`, which `retrofit` measures."
     )
 
 
@@ -170,7 +170,8 @@ def layers_width(vision_config: PreTrainedConfig | None) -> int | None:
 def vision_feature_size(config: Any) -> int:
     """Returns the width of what the connector of an [`XAttnConfig`] reads of the vision tower."""
     layers = config.vision_feature_layer
-    return vision_hidden_size(config.vision_config) * (len(layers) if isinstance(layers, (list, tuple)) else 1)
+    width = config.vision_hidden_size or vision_hidden_size(config.vision_config)
+    return width * (len(layers) if isinstance(layers, (list, tuple)) else 1)
 
 
 def shared_size(config: PreTrainedConfig, field: str) -> int | None:

@@ -108,7 +108,7 @@ MODEL_FIELDS: dict[str, Callable[[Any], str | None]] = dict.fromkeys(
     """
     cross_attention_config cross_attention_layers perceiver_config image_token_id image_visibility
     additional_vocab_size additional_vocab_in_head connector_options connector_hidden_act connector_bias
-    vision_feature_select_strategy vision_feature_layer source_config
+    vision_feature_select_strategy vision_feature_layer vision_hidden_size source_config
     """.split(),
     _served,
 ) | {"text_config": _text_config, "vision_config": _vision_config, "connector_type": _connector}

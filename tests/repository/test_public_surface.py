@@ -207,6 +207,7 @@ FIELDS = {
     "connector_bias": value(none=None, kind="no"),
     "vision_feature_select_strategy": value(none=None, kind=3, size="cls"),
     "vision_feature_layer": value(none=Fine(None), kind="2", size=9, dtype=1.0),
+    "vision_hidden_size": value(none=Fine(None), kind="8", size=0, dtype=8.5),
     "perceiver_config": value(none=Fine(None), kind=3, size=Wrong({"num_latents": 3}, "connector_type")),
     "cross_attention_layers": value(none=Fine(None), kind="1", rank=1, size=[9], dtype=[1.0]),
 }

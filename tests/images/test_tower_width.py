@@ -1,0 +1,76 @@
+"""Towers whose configuration does not say how wide their features are, or says another width."""
+
+import pytest
+import torch
+from tiny_models import make_text, randomize, token_ids, vision_config
+from transformers import AutoModel, EfficientNetConfig, MobileNetV2Config, MobileViTConfig
+
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, retrofit
+from hf_xattn.images.vision import measured_width
+from hf_xattn.utils.architectures import vision_hidden_size
+
+
+EFFICIENTNET = EfficientNetConfig(
+    width_coefficient=0.25, depth_coefficient=0.1, image_size=64, hidden_dim=320, initializer_range=0.5
+)
+MOBILEVIT = MobileViTConfig(
+    hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 24, 32, 48], image_size=64, initializer_range=0.2
+)
+UNSAID = {
+    "efficientnet": (EFFICIENTNET, 320),
+    "mobilenet_v2": (MobileNetV2Config(depth_multiplier=0.25, finegrained_output=False, image_size=64), 320),
+    "mobilevit": (MOBILEVIT, 48),
+}
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_the_width_is_measured(name, tmp_path):
+    """A tower that is refused because of a name in its configuration, or whose features do not fit the connector."""
+    config, width = UNSAID[name]
+    torch.manual_seed(0)
+    tower, pixels = AutoModel.from_config(config), torch.randn(2, 1, 3, 64, 64)
+    for module in tower.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = 1.0  # to know the sizes of random features after one forward
+    tower.train()(torch.randn(8, 3, 64, 64))
+    tower.eval().save_pretrained(tmp_path / "tower")
+    for vision in (tower, tmp_path / "tower"):
+        model = retrofit(make_text(), vision, every=2)
+        assert model.config.vision_hidden_size == width and model.model.connector.layers[0].in_features == width
+    randomize(model)
+    model.model.vision_tower.requires_grad_(False)
+    model.train()
+    model(token_ids(), pixel_values=pixels, labels=token_ids()).loss.backward()
+    assert model.model.connector.layers[0].weight.grad.any()
+    model.eval().save_pretrained(tmp_path / "saved")
+    loaded = XAttnForConditionalGeneration.from_pretrained(tmp_path / "saved").eval()
+    with torch.no_grad():
+        expected = model(token_ids(), pixel_values=pixels).logits
+        assert torch.equal(loaded(token_ids(), pixel_values=pixels).logits, expected)
+        assert not torch.allclose(loaded(token_ids(), pixel_values=pixels.flip(0)).logits, expected)
+        features = loaded.model.vision_tower(pixels[:, 0]).last_hidden_state
+        assert torch.allclose(loaded(token_ids(), vision_features=features[:, None]).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("connector", ["identity", "perceiver"])
+def test_connectors_that_keep_the_width(connector):
+    """Blocks that read tokens of another width than the tower gives."""
+    model = retrofit(make_text(), AutoModel.from_config(EFFICIENTNET), every=2, connector_type=connector)
+    assert model.config.cross_attention_config.context_size == 320
+    with torch.no_grad():
+        assert model.eval()(token_ids(), pixel_values=torch.randn(2, 1, 3, 64, 64)).logits.isfinite().all()
+
+
+def test_a_width_that_is_said_is_not_saved():
+    """A configuration that older versions cannot read, for nothing."""
+    config = vision_config()
+    assert measured_width(config) == vision_hidden_size(config)
+    assert retrofit(make_text(), AutoModel.from_config(config)).config.vision_hidden_size is None
+
+
+def test_without_a_width():
+    """An error that does not say what to pass."""
+    with pytest.raises(ValueError, match="'efficientnet' names no `hidden_size`.*expected `vision_hidden_size`"):
+        XAttnForConditionalGeneration(XAttnConfig(text_config=make_text().config, vision_config=EFFICIENTNET))
+    config = XAttnConfig(text_config=make_text().config, vision_config=EFFICIENTNET, vision_hidden_size=320)
+    assert XAttnForConditionalGeneration(config).model.connector.layers[0].in_features == 320
