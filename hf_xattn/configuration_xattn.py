@@ -295,9 +295,8 @@ class XAttnConfig(CheckedConfig):
             tower (`"full"`), or drop the first one, the class token (`"default"`, as in Llava).
         vision_feature_layer (`int` or `list[int]`, *optional*): hidden states of the tower in place of the last one, as
             in Llava: -2 is in front of the last layer, 0 are the embeddings; several are joined along the width.
-        vision_hidden_size (`int`, *optional*): width of the tower's `last_hidden_state`, where its configuration does
-            not say it or says another one. [`retrofit`] measures it. None: `hidden_size`, or the last of
-            `hidden_sizes`, of `vision_config`.
+        vision_hidden_size (`int`, *optional*): width of the tower's `last_hidden_state`, which [`retrofit`] measures.
+            None: the `hidden_size` of `vision_config`, or the last of its `hidden_sizes`.
         perceiver_config ([`PerceiverConfig`] or `dict`, *optional*): configuration of the `"perceiver"` connector.
         connector_hidden_act (`str`, defaults to `"gelu"`): activation of the `"mlp"` and `"mlp_2d"` connectors.
         connector_bias (`bool`, defaults to `True`): biases in the `"linear"` and `"mlp"` connectors, and in `"mlp_2d"`.
@@ -362,8 +361,7 @@ class XAttnConfig(CheckedConfig):
         perceiver: Any = self.perceiver_config
         if isinstance(perceiver, dict):
             self.perceiver_config = config_of_fields("perceiver_config", PerceiverConfig, perceiver)
-        given = self.cross_attention_config
-        self.cross_attention_config = TO_BE_FILLED_IN
+        given, self.cross_attention_config = self.cross_attention_config, TO_BE_FILLED_IN
         self.text_config, self.vision_config = read_config(self.text_config), read_config(self.vision_config)
         super().__post_init__(**kwargs)
         block = self.cross_attention_config = _block_config(given, self.text_config)
@@ -372,15 +370,13 @@ class XAttnConfig(CheckedConfig):
                 config._attn_implementation = attn
             if asked_experts is None:
                 config._experts_implementation = experts
-            if name == "text_config":
-                if _says_nothing_of("", asked_attn):
-                    self._attn_implementation_internal = attn
-                if _says_nothing_of("", asked_experts):
-                    self._experts_implementation_internal = experts
+            if name == "text_config" and _says_nothing_of("", asked_attn):
+                self._attn_implementation_internal = attn
+            if name == "text_config" and _says_nothing_of("", asked_experts):
+                self._experts_implementation_internal = experts
         if not _says_nothing_of("cross_attention_config", asked_attn):
-            block._attn_implementation = (
-                asked_attn["cross_attention_config"] if isinstance(asked_attn, dict) else asked_attn
-            )
+            of_block = asked_attn["cross_attention_config"] if isinstance(asked_attn, dict) else asked_attn
+            block._attn_implementation = of_block
         elif block._attn_implementation is None and "text_config" in live:
             block._attn_implementation = live["text_config"][1]
         read_parts(self)
@@ -411,9 +407,7 @@ class XAttnConfig(CheckedConfig):
         if _is_left_out(self.cross_attention_layers):
             self.cross_attention_layers = every_nth_layer(4, num_layers)
         self.cross_attention_layers = check_layers(self.cross_attention_layers, num_layers)
-        if self.vision_hidden_size is not None:
-            check_positive_int("vision_hidden_size", self.vision_hidden_size)
-        check_features(self.vision_feature_layer, self.vision_feature_select_strategy, self.vision_config)
+        check_features(self)
         width = text_hidden_size(self.text_config)
         if self.cross_attention_config.hidden_size != width:
             raise ValueError(
@@ -433,10 +427,10 @@ class XAttnConfig(CheckedConfig):
                 f"`image_visibility={self.image_visibility!r}` depends on the image markers in the text: expected "
                 "`image_token_id` to be set, got None."
             )
-        added = self.additional_vocab_size
-        check_added_vocabulary(added, self.additional_vocab_in_head)
+        check_added_vocabulary(self.additional_vocab_size, self.additional_vocab_in_head)
         known = getattr(self.text_config.get_text_config(), "vocab_size", None)
-        check_token_id("image_token_id", self.image_token_id, None if known is None else known + added)
+        last = None if known is None else known + self.additional_vocab_size
+        check_token_id("image_token_id", self.image_token_id, last)
         check_dict("source_config", self.source_config)
 
     def _check_perceiver(self) -> None:
@@ -489,8 +483,8 @@ def complete_cross_attention_config(partial: dict | None, text_config: PreTraine
         if name in fields:
             check_positive_int(name, fields[name])
     if "num_attention_heads" not in fields:
-        heads = shared_size(decoder, "num_attention_heads") or max(1, fields["hidden_size"] // 64)
-        fields["num_attention_heads"] = heads
+        default = max(1, fields["hidden_size"] // 64)
+        heads = fields["num_attention_heads"] = shared_size(decoder, "num_attention_heads") or default
         kv_heads = shared_size(decoder, "num_key_value_heads")
         if "num_key_value_heads" not in fields and kv_heads and heads % kv_heads == 0:
             fields["num_key_value_heads"] = kv_heads

@@ -261,9 +261,12 @@ def check_sub_config(field: str, value: Any) -> None:
         raise ValueError(f"`{field}` must be a configuration, a dict of its fields or None, got {value!r}.")
 
 
-def check_features(layers: Any, strategy: str, vision_config: Any) -> None:
+def check_features(config: Any) -> None:
     """Raises a `ValueError` for features of a vision tower that cannot be read: of layers, or without a class token."""
-    _check_drops_class_token(strategy, vision_config)
+    layers, vision_config = config.vision_feature_layer, config.vision_config
+    if config.vision_hidden_size is not None:
+        check_positive_int("vision_hidden_size", config.vision_hidden_size)
+    _check_drops_class_token(config.vision_feature_select_strategy, vision_config)
     if layers is None:
         return
     given = layers if isinstance(layers, (list, tuple)) else [layers]

@@ -1,0 +1,136 @@
+"""Reads the photographs, which are cut out of their background, and puts one to four of them onto a ground.
+
+Both come from packages of Debian. A source is a .deb file, a folder into which one was unpacked (`dpkg -x`), or "/",
+where the package is installed.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image, ImageEnhance, ImageFilter
+from things import Thing
+
+
+STAMPS = "usr/share/tuxpaint/stamps"  # of tuxpaint-stamps-default
+GROUNDS = "usr/share/backgrounds/mate/nature"  # of mate-backgrounds
+TRAINED_GROUNDS = ("Aqua.jpg", "Blinds.jpg", "GreenMeadow.jpg", "Storm.jpg", "Wood.jpg")
+OTHER_GROUNDS = ("Dune.jpg", "RainDrops.jpg")
+SIDE = 448  # pixels of a picture
+SHARE_OF_PHOTOGRAPHS = 0.5  # among the grounds; the others are plain, or of two colours
+
+
+class Placed(NamedTuple):
+    """A thing in a picture.
+
+    Attributes:
+        thing ([`Thing`]), file (`str`): what, and which picture of it.
+        box (`tuple[int, int, int, int]`): left, upper, right and lower edge.
+    """
+
+    thing: Thing
+    file: str
+    box: tuple[int, int, int, int]
+
+
+def read_files(source: Path, folder: str, names: Iterable[str]) -> dict[str, Image.Image]:
+    """Pictures of a package, by name. Raises a `ValueError` that says what is missing, and how to get it."""
+    wanted = {f"{folder}/{name}": name for name in names}
+    if source.is_file():
+        read = _read_deb(source, wanted)
+    else:
+        read = {name: (source / path).read_bytes() for path, name in wanted.items() if (source / path).is_file()}
+    if missing := sorted(set(wanted.values()) - read.keys()):
+        raise ValueError(
+            f"Expected {source} to have {folder}/{missing[0]} ({len(missing)} pictures are missing). On Debian, `apt "
+            "download tuxpaint-stamps-default mate-backgrounds` gets them; elsewhere, packages.debian.org has them."
+        )
+    return {name: Image.open(io.BytesIO(data)) for name, data in read.items()}
+
+
+def _read_deb(file: Path, wanted: dict[str, str]) -> dict[str, bytes]:
+    """Files of a .deb, which is an `ar` archive of `tar` archives."""
+    data, place, found = file.read_bytes(), len(b"!<arch>\n"), {}
+    while place < len(data):
+        name, size = data[place : place + 16].decode().strip(), int(data[place + 48 : place + 58])
+        place += 60
+        if name.startswith("data.tar"):
+            with tarfile.open(fileobj=io.BytesIO(data[place : place + size])) as archive:
+                for member in archive:
+                    if (path := member.name.removeprefix("./")) in wanted:
+                        found[wanted[path]] = archive.extractfile(member).read()  # type: ignore[union-attr]
+        place += size + size % 2
+    return found
+
+
+class Pictures:
+    """The photographs and grounds, ready to be put together.
+
+    Args:
+        stamps (`Path`): source of the photographs.
+        grounds (`Path`, *optional*): source of the photographs that are grounds. Without it, all grounds are plain.
+        things (`list[Thing]`): whose pictures are read.
+    """
+
+    def __init__(self, stamps: Path, grounds: Path | None, things: list[Thing]):
+        files = {file for thing in things for file in (*thing.trained, *thing.others)}
+        read = read_files(stamps, STAMPS, [f"{file}.png" for file in sorted(files)])
+        self._cut: dict[str, Image.Image] = {}
+        for name, picture in read.items():
+            whole = picture.convert("RGBA")
+            self._cut[name.removesuffix(".png")] = whole.crop(whole.getchannel("A").getbbox())
+        names = (*TRAINED_GROUNDS, *OTHER_GROUNDS)
+        self._grounds = {} if grounds is None else read_files(grounds, GROUNDS, names)
+        for name, picture in self._grounds.items():
+            smaller = picture.convert("RGB")
+            smaller.thumbnail((3 * SIDE, 3 * SIDE))
+            self._grounds[name] = smaller
+
+    def ground(self, rng: random.Random, trained: bool) -> Image.Image:
+        """A plain ground, one of two colours, or a part of a photograph."""
+        if self._grounds and rng.random() < SHARE_OF_PHOTOGRAPHS:
+            picture = self._grounds[rng.choice(TRAINED_GROUNDS if trained else OTHER_GROUNDS)]
+            side = rng.randint(SIDE // 2, min(picture.size))
+            left, top = (rng.randint(0, length - side) for length in picture.size)
+            part = picture.crop((left, top, left + side, top + side)).resize((SIDE, SIDE))
+            return part.filter(ImageFilter.GaussianBlur(rng.uniform(0, 4)))
+        colours = [tuple(rng.randint(40, 250) for _ in range(3)) for _ in range(2)]
+        if rng.random() < 0.5:
+            return Image.new("RGB", (SIDE, SIDE), colours[0])
+        two = Image.new("RGB", (1, 2))
+        two.putdata(colours)
+        return two.resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+
+    def compose(
+        self, rng: random.Random, chosen: list[tuple[Thing, str]], trained_ground: bool
+    ) -> tuple[Image.Image, list[Placed]]:
+        """Puts pictures of things side by side, or into the corners if there are more than two.
+
+        Returns the picture, and the things in reading order.
+        """
+        picture = self.ground(rng, trained_ground)
+        half = SIDE // 2
+        cells = {
+            1: [(0, 0, SIDE, SIDE)],
+            2: [(0, 0, half, SIDE), (half, 0, SIDE, SIDE)],
+        }.get(len(chosen), [(x, y, x + half, y + half) for y in (0, half) for x in (0, half)])
+        kept = sorted(rng.sample(range(len(cells)), len(chosen)))
+        placed = []
+        for (thing, file), number in zip(chosen, kept):
+            left, top, right, bottom = cells[number]
+            cut = self._cut[file]
+            if rng.random() < 0.5:
+                cut = cut.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            cut = ImageEnhance.Brightness(cut).enhance(rng.uniform(0.85, 1.1))
+            room = rng.uniform(0.55, 0.9) if len(chosen) == 1 else rng.uniform(0.75, 0.97)
+            scale = room * min((right - left) / cut.width, (bottom - top) / cut.height)
+            cut = cut.resize((max(1, round(cut.width * scale)), max(1, round(cut.height * scale))))
+            x, y = rng.randint(left, right - cut.width), rng.randint(top, bottom - cut.height)
+            picture.paste(cut, (x, y), cut)
+            placed.append(Placed(thing, file, (x, y, x + cut.width, y + cut.height)))
+        return picture, placed
