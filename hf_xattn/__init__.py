@@ -1,5 +1,6 @@
 """Gated cross-attention for any text decoder of transformers. Importing registers everything with the Auto classes."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -34,14 +35,15 @@ warn_of_version()
 
 if TYPE_CHECKING:
     from .training.freeze_schedule import FreezeSchedule
+    from .training.picture_use import PictureUseCallback
+
+# Loads transformers' training code only for those who use it.
+LATER = {"FreezeSchedule": "freeze_schedule", "PictureUseCallback": "picture_use"}
 
 
 def __getattr__(name: str) -> Any:
-    """Loads transformers' training code only for those who use it."""
-    if name == "FreezeSchedule":
-        from .training.freeze_schedule import FreezeSchedule
-
-        return FreezeSchedule
+    if name in LATER:
+        return getattr(importlib.import_module(f".training.{LATER[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -51,6 +53,7 @@ __all__ = [
     "FreezeSchedule",
     "GatedCrossAttention",
     "GatedCrossAttentionBlock",
+    "PictureUseCallback",
     "VisionFeatures",
     "XAttnConfig",
     "XAttnDataCollator",

@@ -16,15 +16,18 @@ from .bad_rows import (
     SKIP,
     BadRowsFile,
     Collate,
+    Place,
     Places,
     Problem,
     RowReader,
     digest_of_pictures,
     find_problems,
     list_problems,
+    resolved,
 )
 from .distillation import DistillingCollator, DistillingReader, picture_source
 from .launch import gpus_of_a_process, num_processes, say
+from .picture_use import MOST_ROWS
 from .training_options import TrainingOptions
 
 
@@ -118,6 +121,12 @@ class RunData:
 
     def held_out(self) -> Places | None:
         return None if self.others is None else Places(self.others)
+
+    def to_compare(self) -> list[Place]:
+        """Rows with which a run tells whether the model uses its pictures: held out ones, or some of those it reads."""
+        rows = self.in_order().rows if self.others is None else self.others
+        count = min(len(rows), MOST_ROWS)
+        return [Place(*resolved(Place(rows, number * len(rows) // count))) for number in range(count)]
 
     def reader(self, collate: Any, with_pixels: Any) -> RowReader:
         skips = self.options.bad_rows == SKIP

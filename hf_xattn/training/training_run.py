@@ -31,6 +31,7 @@ from .distillation import DistillingTrainer
 from .freezing import freeze
 from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
 from .parameter_groups import train_in_float32
+from .picture_use import PictureUse, PictureUseCallback
 from .run_data import RunData
 from .started_rate import check_started_rate
 from .training_options import TrainingOptions, option_of
@@ -95,18 +96,22 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     elif checkpoint is not None and not (checkpoint / SHARDS).is_dir():
         type(model).from_pretrained(checkpoint, device_map="meta", **hub)  # refused if not whole: `Trainer` only warns
     use_cache = getattr(model.config, "use_cache", None)
-    trainer = _make_trainer(model, arguments, data, data.reader(*collators), processor)
+    reader = data.reader(*collators)
+    use = PictureUseCallback(data.to_compare(), reader, max(2, options.batch_size))
+    trainer = _make_trainer(model, arguments, data, reader, processor, use)
     if finished:
         say(f"no steps left to train after step {before}")
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/{STATE}")  # for the model card
     else:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if use.last is not None and use.last.uses:  # the callback warns if not
+        say(f"{use.last}{'' if data.others is not None else ', which are trained on'}")
     if data.others is not None:
         say(f"evaluation loss {_last_evaluation(trainer):.4f}")
     _save(model, processor, trainer, options, dtypes, use_cache)
     if not is_first_process():
         return
-    write_model_card(model, options.output, trainer, training=_facts(options, data))
+    write_model_card(model, options.output, trainer, training=_facts(options, data, use.last))
     _write_options(options.output, {**saved, "complete": True})
     say(f"saved to {options.output}")
     if bad := data.bad_rows().count():
@@ -146,11 +151,12 @@ def _make_trainer(
     data: RunData,
     reader: RowReader,
     processor: XAttnProcessor,
+    use: PictureUseCallback,
 ) -> Trainer:
     # A checkpoint holds tied weights once. `Trainer` ties the names that are listed here when it reads one, and warns
     # of any other.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
-    callbacks: list[TrainerCallback] = [_CountsEpochs(data)]
+    callbacks: list[TrainerCallback] = [_CountsEpochs(data), use]
     if data.options.bad_rows == SKIP:
         callbacks.append(StopsAtLimit(data.bad_rows(), data.total))
     return _TimedTrainer(
@@ -235,13 +241,17 @@ def _last_loss(history: list[dict[str, Any]], before: int, steps: int) -> str:
     return f"training loss {total / (end - start):.4f} (mean of the steps {start + 1} to {end})"
 
 
-def _facts(options: TrainingOptions, data: RunData) -> dict[str, str]:
+def _facts(options: TrainingOptions, data: RunData, use: PictureUse | None) -> dict[str, str]:
     """What the model card says of the run, beside what `Trainer` knows."""
     facts = {"examples": f"{len(data.rows):,} of {data.named()}", "prompt for captions": data.rows.prompt}
     if options.distill_text is not None:
         facts["weight of KL to the text model, for texts beside a picture"] = f"{options.distill_text:g}"
     if options.started_rate != 1.0:
         facts["share of the learning rate for weights that do not start at zero"] = f"{options.started_rate:g}"
+    if use is not None:
+        of = "trained rows" if data.others is None else "rows that were not trained on"
+        facts[f"loss of {of}, with their picture"] = f"{use.own:.3f}"
+        facts[f"loss of {of}, with the picture of another row"] = f"{use.another:.3f}"
     return facts
 
 
