@@ -16,6 +16,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.utils import logging
 
 from ..learning.loss import IGNORED
+from ..utils.config_checks import check_positive_int
+from ..utils.tensor_checks import type_name
 from .freezing import body_of
 from .labelled_logits import shifted
 
@@ -166,6 +168,14 @@ class PictureUseCallback(TrainerCallback):
         batch_size: int = 8,
         most_rows: int = MOST_ROWS,
     ):
+        if isinstance(rows, (str, bytes)) or not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")):
+            raise TypeError(f"Expected `rows` to be a sequence of rows, got {type_name(rows)}.")
+        if not callable(collate):
+            raise TypeError(f"Expected `collate` to make a batch of rows, got {type_name(collate)}.")
+        check_positive_int("batch_size", batch_size)
+        check_positive_int("most_rows", most_rows)
+        if batch_size < 2:
+            raise ValueError("Expected `batch_size` of at least 2, as a row gets the picture of another one, got 1.")
         self.rows, self.collate, self.batch_size, self.most_rows = rows, collate, batch_size, most_rows
         self.last: PictureUse | None = None
         self._measured_at = -1

@@ -23,7 +23,6 @@ from .bad_rows import (
     digest_of_pictures,
     find_problems,
     list_problems,
-    resolved,
 )
 from .distillation import DistillingCollator, DistillingReader, picture_source
 from .launch import gpus_of_a_process, num_processes, say
@@ -124,9 +123,9 @@ class RunData:
 
     def to_compare(self) -> list[Place]:
         """Rows with which a run tells whether the model uses its pictures: held out ones, or some of those it reads."""
-        rows = self.in_order().rows if self.others is None else self.others
+        rows = self.rows if self.others is None else self.others
         count = min(len(rows), MOST_ROWS)
-        return [Place(*resolved(Place(rows, number * len(rows) // count))) for number in range(count)]
+        return [Place(rows, number * len(rows) // count) for number in range(count)]
 
     def reader(self, collate: Any, with_pixels: Any) -> RowReader:
         skips = self.options.bad_rows == SKIP

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.utils.data import get_worker_info
 
 from hf_xattn.commands.main import main
-from hf_xattn.training.bad_rows import RowReader
+from hf_xattn.training.bad_rows import RowReader, resolved
 
 
 def write_down(log, read=RowReader.__call__):
@@ -15,8 +15,8 @@ def write_down(log, read=RowReader.__call__):
         worker = get_worker_info()
         name = f"{os.environ.get('RANK', 0)}-{'main' if worker is None else worker.id}"
         with open(Path(log) / name, "a") as file:
-            for rows, place in places:
-                file.write(f"{rows.index(place)}\n")
+            for place in places:
+                file.write(f"{resolved(place)[1]}\n")
         return read(self, places)
 
     RowReader.__call__ = call

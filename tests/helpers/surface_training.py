@@ -7,6 +7,7 @@ from tiny_models import make_model
 
 from hf_xattn import (
     FreezeSchedule,
+    PictureUseCallback,
     VisionFeatures,
     XAttnDataCollator,
     added_modules,
@@ -131,6 +132,16 @@ SURFACES = {
             "stages": value(
                 none=None, kind=3, rank=[{}], size=Wrong({1.5: {}}, "got 1.5"), dtype=Wrong({"first": {}}, "'first'")
             )
+        },
+    ),
+    "picture_use_callback": Surface(
+        PictureUseCallback,
+        lambda **given: PictureUseCallback(**{"rows": [ROW], "collate": make(), **given}),
+        {
+            "rows": value(none=Wrong(None, "got NoneType"), kind=3),
+            "collate": value(none=Wrong(None, "got NoneType"), kind=3),
+            "batch_size": {**NUMBER, "none": None},
+            "most_rows": {**NUMBER, "none": None},
         },
     ),
     "parameter_groups": Surface(

@@ -1,11 +1,14 @@
 """A run says whether the model uses its pictures."""
 
 import logging
+import re
 
 import pytest
 import torch
+from command_runs import run_training
 from PIL import Image
-from template_models import make_chat_model, make_processor, picture
+from template_models import make_chat_model, make_processor, picture, save_chat_model
+from training_examples import COLOURS, write_examples
 from training_runs import short_arguments
 from transformers import Trainer
 
@@ -13,7 +16,7 @@ from hf_xattn import PictureUseCallback, XAttnDataCollator
 from hf_xattn.training.picture_use import picture_use
 
 
-COLOURS = ("red", "blue", "green", "white")
+OPTIONS = ("--batch-size", "4", "--learning-rate", "0.01")
 
 
 def row(answer, *pictures):
@@ -120,3 +123,20 @@ def test_some_of_many_rows():
 
     found = picture_use(make_chat_model(processor), Counted(data), XAttnDataCollator(processor), most_rows=5)
     assert read == [0, 4, 8, 12, 16] and found.rows == 5
+
+
+def test_the_command_says_it(tmp_path, capsys):
+    """A run of `hf-xattn train` that ends without a word about its pictures, or a card without it."""
+    data = write_examples(tmp_path / "data", [{"file_name": f"{each}.png", "text": each} for each in COLOURS] * 2)
+    save_chat_model(tmp_path / "model", random=False)
+    model, out = tmp_path / "model", tmp_path / "out"
+    status, said, error = run_training(capsys, model, "--data", data, "--output", out, "--steps", "60", *OPTIONS)
+    assert status == 0, error
+    (told,) = re.findall("The model uses its pictures: loss (.*) with them, (.*) with those of other rows", said)
+    assert float(told[0]) < float(told[1]) - 0.1
+    assert "with those of other rows (8 rows), which are trained on" in said, said
+    card = (out / "README.md").read_text()
+    own, another = (
+        re.search(rf"loss of trained rows, with {of}[^0-9]*([0-9.]+)", card)[1] for of in ("their ", "the ")
+    )
+    assert f"{float(own):.2f}" == told[0] and f"{float(another):.2f}" == told[1]

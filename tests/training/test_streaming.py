@@ -19,6 +19,7 @@ from warm_processes import KILLED, call, run_ranks
 
 from hf_xattn.training import run_data
 from hf_xattn.training.bad_rows import BAD_ROWS_FILE
+from hf_xattn.training.picture_use import MOST_ROWS
 
 
 FAST = "--learning-rate 0.01 --log-steps 1 --device cpu".split()
@@ -68,6 +69,8 @@ def test_each_rank_and_worker_reads_its_own(model, tmp_path):
     words = [str(model), "--data", f"{tmp_path}/{{00..15}}.tar", "--output", str(tmp_path / "out"), *options]
     run_ranks(2, [HELPERS / "stream_ranks.py", log, "train", *words])
     read = {path.name: [int(line) for line in path.read_text().split()] for path in log.iterdir()}
+    compared = [read.pop(f"{rank}-main") for rank in range(2)]  # with their own picture and with another
+    assert compared[0] == compared[1] and len(compared[0]) == MOST_ROWS
     assert read.keys() == {"0-0", "0-1", "1-0", "1-1"}
     assert sorted(index for rows in read.values() for index in rows) == list(range(768))
     shards = [{index // 48 for index in rows} for rows in read.values()]
