@@ -38,7 +38,7 @@ def register_retrofit(commands: argparse._SubParsersAction) -> None:
         metavar="I,J,...",
         help="put blocks in front of these layers instead, counted from 0 (3,3 puts two in front of layer 3)",
     )
-    parser.add_argument("--connector", choices=("linear", "mlp", "mlp_2d"), help=CONNECTOR)
+    parser.add_argument("--connector", choices=("linear", "linear_2d", "mlp", "mlp_2d"), help=CONNECTOR)
     align = (
         "start the connector and the blocks by the words of these captions or answers: a source as for "
         "`hf-xattn train --data`"

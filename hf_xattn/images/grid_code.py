@@ -25,7 +25,14 @@ class GridCode(nn.Module):
     Channels take turns: axis `channel % 2`, rows first, and wave `k = channel // 2 % 4 + 1`. The code of place p of n
     is `0.35 * sqrt(2) * cos(pi * k * (p + 1/2) / n)`, as in the discrete cosine transform (DCT-II). A class token in
     front of the patches gets none.
+
+    Args:
+        connector (`str`): the `connector_type` that it is of, for errors.
     """
+
+    def __init__(self, connector: str = "mlp_2d"):
+        super().__init__()
+        self.connector = connector
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         count, width = tokens.shape[-2:]
@@ -34,7 +41,8 @@ class GridCode(nn.Module):
         if class_token not in (0, 1):
             raise ValueError(
                 "Expected the tokens of a square picture, row by row, behind a class token or none, for "
-                f"`connector_type='mlp_2d'`, got {count} tokens. For other towers and sizes use 'mlp'."
+                f"`connector_type={self.connector!r}`, got {count} tokens. For other towers and sizes use "
+                f"{self.connector.removesuffix('_2d')!r}."
             )
         channel = torch.arange(width, device=tokens.device)
         place = torch.arange(side**2, device=tokens.device)
@@ -44,13 +52,25 @@ class GridCode(nn.Module):
         return tokens + nn.functional.pad(code, (0, 0, class_token, 0)).to(tokens.dtype)
 
 
+def code_directions(width: int, most: int) -> torch.Tensor:
+    """Directions `(axes * waves, width)`, of which each wave of the code goes along one; a place has size 1 or less.
+
+    Only the first `most // 4` are returned: slower waves come first, which tell more.
+    """
+    channel = torch.arange(width)
+    number = torch.arange(2 * WAVES)[:, None]  # by waves, the rows of the picture first
+    own = ((channel % 2 == number % 2) & (channel // 2 % WAVES == number // 2)).float()
+    return (own / (own.sum(1, keepdim=True).clamp(min=1) * SIZE * 2**0.5))[: most // 4]
+
+
 def check_square(config: XAttnConfig, pictures: torch.Tensor) -> None:
     """Raises a `ValueError` for pixels or a map of features `(..., height, width)` whose grid of tokens is not square,
     if image tokens get its code.
     """
     height, width = pictures.shape[-2:]
-    if config.connector_type == "mlp_2d" and height != width:
+    name = config.connector_type
+    if name in ("linear_2d", "mlp_2d") and height != width:
         raise ValueError(
-            f"Expected square pictures for `connector_type='mlp_2d'`, got a height of {height} and a width of {width}. "
-            "Have the image processor crop or resize to a square, or use 'mlp'."
+            f"Expected square pictures for `connector_type={name!r}`, got a height of {height} and a width of {width}. "
+            f"Have the image processor crop or resize to a square, or use {name.removesuffix('_2d')!r}."
         )

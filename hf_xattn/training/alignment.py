@@ -15,39 +15,32 @@ regression take the same memory for any number of pictures.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..data.rows import IMAGE_SOURCES, read_row, text_of
-from ..images.grid_code import check_square
-from ..images.vision import Tiles, run_tower
-from ..processing.chat_messages import IMAGES
-from ..processing_xattn import TILE_INPUTS, XAttnProcessor
+from ..processing_xattn import XAttnProcessor
 from ..utils.architectures import text_num_hidden_layers
 from ..utils.config_checks import check_count, check_number, check_positive_int
-from ..utils.projection import to_dtype_of
 from ..utils.quantized_weights import check_trainable
 from ..utils.tensor_checks import check_flags, type_name
+from .alignment_features import Pictures, solved_layer
+from .alignment_rows import Texts
 from .block_start import check_fresh, start_blocks
 from .freezing import body_of
 from .ridge import RidgeSums, with_one
 from .vision_features import tower_of
-from .word_states import WORD, told_apart, word_states
+from .word_states import told_apart, word_states
 
 
-SOLVED = ("linear", "mlp", "mlp_2d")  # connectors whose last layer is one of weights alone
+SOLVED = ("linear", "linear_2d", "mlp", "mlp_2d")  # connectors whose last layer is one of weights alone
 PASSES = 3  # in which words are given to patches
 SHARPER = 2.0  # power of a patch's share of a word
 MOST_LARGER = 10.0  # times that a word is made larger at most: what is wrong in it grows too
-MOST_WORDS = 4096  # the most frequent ones have a state
-PROMPTS = 4  # different beginnings of answers, of which a word's state is the mean
 WORDS_AT_ONCE = 64
 
 
@@ -71,12 +64,11 @@ def align_connector(
 ) -> ConnectorAlignment:
     """Starts the connector and the blocks of a fresh model by the words of captions or answers, in place.
 
-    The last linear layer of a `"linear"`, `"mlp"` or `"mlp_2d"` connector becomes the ridge regression from the
-    features of each image token to the text model's hidden states, in front of the first block, at the words of the
-    picture's text; each word goes to the tokens that are most like it. The blocks start so that text attends to the
-    tokens of the words that it reads (see `block_start.py`); their output projections, the tower and the text model
-    stay as they are. Rows without a picture are passed over; rows about the same pictures that stand together count as
-    one.
+    The last linear layer of a linear or mlp connector becomes the ridge regression from the features of each image
+    token to the text model's hidden states, in front of the first block, at the words of the picture's text; each word
+    goes to the tokens that are most like it. The blocks start so that text attends to the tokens of the words that it
+    reads (see `block_start.py`); their output projections, the tower and the text model stay as they are. Rows without
+    a picture are passed over; rows about the same pictures that stand together count as one.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): with a vision tower. Changed in place.
@@ -102,14 +94,15 @@ def align_connector(
     _check(body, processor, rows, noise, batch_size, seed)
     check_flags(blocks=blocks)
     with _evaluating(body), torch.no_grad():
-        texts = _Texts(rows, processor)
+        texts = Texts(rows, processor)
         if blocks:
             check_fresh(body)
         states = _states(body, processor, texts)
         regression = None
+        pictures = Pictures(body, processor, rows, batch_size)
         for _ in range(1 + PASSES):
-            regression = _Pass(_solved(body).bias is not None, texts, regression)
-            for features, words in _pictures(body, processor, rows, batch_size):
+            regression = _Pass(solved_layer(body).bias is not None, texts, regression)
+            for features, words in pictures:
                 regression.add(features, words)
         assert regression is not None
         explained = _write(body, regression, states, noise, seed)
@@ -124,12 +117,12 @@ class _Pass:
 
     Args:
         bias (`bool`): whether the layer has one.
-        texts (`_Texts`): their words are the outputs.
+        texts (`Texts`): their words are the outputs.
         before (`_Pass`, *optional*): the pass before. With it, each word of a picture is given to the image tokens that
             are most like it; without it, to all of the picture.
     """
 
-    def __init__(self, bias: bool, texts: _Texts, before: _Pass | None):
+    def __init__(self, bias: bool, texts: Texts, before: _Pass | None):
         self.sums: RidgeSums = RidgeSums(bias, None if before is None else before.sums)
         self.squares = 0.0  # of what tokens are given
         self._given = torch.zeros(len(texts.words), dtype=torch.float64)  # of each word, to all tokens
@@ -205,65 +198,7 @@ def _check(body: Any, processor: Any, rows: Any, noise: Any, batch_size: Any, se
     check_trainable("the connector", body.connector, "Load the base with `quantization_config`: the connector stays.")
 
 
-class _Texts:
-    """The words of the rows: those that pictures differ in, with the share of the pictures that have them."""
-
-    def __init__(self, rows: Sequence[Any], processor: XAttnProcessor):
-        counts: Counter[str] = Counter()
-        self.pictures, self.prompts = 0, list[str]()
-        for _, words, asked in _grouped(rows):
-            self.pictures += 1
-            counts.update(words)
-            if len(self.prompts) < PROMPTS:
-                prompt: Any = processor.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-                self.prompts += [prompt] * (prompt not in self.prompts)
-        if not self.pictures:
-            raise ValueError(f"Expected `rows` with pictures and answers or captions, got none in {len(rows)} rows.")
-        differing = Counter({word: count for word, count in counts.items() if count < self.pictures})
-        self.words = sorted(word for word, _ in differing.most_common(MOST_WORDS))
-        self.shares = {word: counts[word] / self.pictures for word in self.words}
-        if len(self.words) < 2:
-            raise ValueError(
-                f"Expected `rows` whose texts name what pictures differ in, got {self.pictures} picture(s) whose texts "
-                f"differ in {len(self.words)} word(s)."
-            )
-
-
-def _grouped(rows: Sequence[Any]) -> Iterator[tuple[list[Any], set[str], list[dict[str, Any]]]]:
-    """The pictures of rows that stand together, the words of their answers, and a chat that asks for one."""
-
-    def read() -> Iterator[tuple[list[Any], set[str], list[dict[str, Any]]]]:
-        for index in range(len(rows)):
-            try:
-                conversation = read_row(rows[index])
-            except (TypeError, ValueError) as error:
-                if hasattr(rows, "where"):  # `Rows` say where the row is
-                    raise
-                raise type(error)(f"`rows[{index}]`: {error}") from error
-            parts = [
-                part
-                for message in conversation.messages
-                if isinstance(message.get("content"), list)
-                for part in message["content"]
-            ]
-            pictures = [
-                next(part[name] for name in IMAGE_SOURCES if name in part) for part in parts if part["type"] in IMAGES
-            ]
-            said = [text_of(conversation.messages[answer]) for answer in conversation.answers]
-            words = set(WORD.findall(" ".join(said)))
-            if pictures and words:
-                before = conversation.messages[: conversation.answers[0]]
-                yield pictures, words, [{"role": each["role"], "content": text_of(each)} for each in before]
-
-    def name(read_one: tuple[list[Any], set[str], Any]) -> list[Any]:
-        return [each if isinstance(each, (str, bytes, Path)) else id(each) for each in read_one[0]]
-
-    for _, group in groupby(read(), key=name):
-        alike = list(group)
-        yield alike[0][0], set().union(*(words for _, words, _ in alike)), alike[0][2]
-
-
-def _states(body: Any, processor: XAttnProcessor, texts: _Texts) -> torch.Tensor:
+def _states(body: Any, processor: XAttnProcessor, texts: Texts) -> torch.Tensor:
     """The state of each word `(words, hidden_size)`, as the first block's norm gives it to its queries."""
     first = min(body.config.cross_attention_layers)
     found = word_states(body.text_model, processor.tokenizer, first, texts.words, texts.prompts, WORDS_AT_ONCE)
@@ -273,71 +208,11 @@ def _states(body: Any, processor: XAttnProcessor, texts: _Texts) -> torch.Tensor
     return states
 
 
-def _pictures(
-    body: Any, processor: XAttnProcessor, rows: Sequence[Any], batch_size: int
-) -> Iterator[tuple[torch.Tensor, set[str]]]:
-    """The inputs of the connector's last layer for all image tokens of a row's pictures, and the words of its text."""
-    waiting: list[tuple[list[Any], set[str]]] = []
-    for pictures, words, _ in _grouped(rows):
-        waiting.append((pictures, words))
-        if sum(len(each) for each, _ in waiting) >= batch_size:
-            yield from _encoded(body, processor, waiting)
-            waiting = []
-    if waiting:
-        yield from _encoded(body, processor, waiting)
-
-
-def _encoded(
-    body: Any, processor: XAttnProcessor, waiting: list[tuple[list[Any], set[str]]]
-) -> Iterator[tuple[torch.Tensor, set[str]]]:
-    images = [[picture] for pictures, _ in waiting for picture in pictures]
-    try:
-        batches = [processor(images=images)]
-    except ValueError:  # pictures of several sizes
-        batches = [processor(images=[each]) for each in images]
-    features = [each for batch in batches for each in _features(body, dict(batch))]
-    for pictures, words in waiting:
-        own, features = features[: len(pictures)], features[len(pictures) :]
-        yield torch.cat(own), words
-
-
-def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """For each picture of `(pictures, 1, ...)`: what the connector's last layer reads, `(tokens, width)`, float32."""
-    tower, connector = body.vision_tower, body.connector
-    inputs = {name: value.to(tower.device) for name, value in inputs.items()}
-    check_square(body.config, inputs["pixel_values"])
-    tiles = Tiles(*(inputs[name] for name in TILE_INPUTS)) if TILE_INPUTS[0] in inputs else None
-    output = run_tower(tower, inputs["pixel_values"], tiles, body.config.vision_feature_layer).last_hidden_state
-    assert output is not None
-    if tiles is not None:  # no text sees padding tiles
-        found = [each[mask != 0].flatten(0, 1) for each, mask in zip(output[:, 0], tiles.aspect_ratio_mask[:, 0])]
-    else:
-        output = output.flatten(2).transpose(1, 2) if output.dim() == 4 else output
-        drops = body.config.vision_feature_select_strategy == "default"
-        found = list(output[:, 1:] if drops else output)
-    read = []
-    for features in found:
-        features = to_dtype_of(connector.layers[0], features)
-        for layer in connector.layers:
-            if layer is _solved(body):
-                break
-            features = layer(features)
-        if not bool(torch.isfinite(features).all()):
-            raise ValueError("Expected finite features of the vision tower, got NaN or infinite values.")
-        read.append(features.float())
-    return read
-
-
-def _solved(body: Any) -> Any:
-    """The layer that is solved: the last one with weights. The code of `"mlp_2d"` behind it has none."""
-    return [layer for layer in body.connector.layers if isinstance(layer, nn.Linear)][-1]
-
-
 def _write(body: Any, regression: _Pass, states: torch.Tensor, noise: float, seed: int) -> float:
     """Writes the regression, as large as the words' states are, and noise. Returns the share explained."""
-    last = _solved(body)
+    last = solved_layer(body)
     solved, explained = regression.to_states(states)
-    size = body.blocks[0].attn_norm.weight.double().square().mean().sqrt().to(solved.device)
+    size = body.blocks[0].attn_norm.weight.float().square().mean().sqrt().to(solved.device)
     if not bool(torch.isfinite(solved).all()):
         raise ValueError("Expected `rows` with pictures that differ as their words do, got no such difference.")
     inputs, sums = last.in_features, regression.sums

@@ -5,7 +5,8 @@ others. Here keys have the image tokens, which `align_connector` has put at the 
 words are told apart. Queries have there the regression from the text's hidden states in front of the block to the word
 that was read last, in other heads to the sum of it and the word before it, so that `red heart` finds what is both, and
 to the sum of the two before these: at each token behind a word, so also at the colon of `red heart: left`. Values are
-of the principal components of words. The output projection stays zero, so the text model stays as it was.
+of the principal components of words, and of the code of places where image tokens have one: in the components alone,
+a place is lost among what is at it. The output projection stays zero, so the text model stays as it was.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from ..configuration_xattn import CrossAttentionConfig
 from ..data.rows import read_row, text_of
+from ..images.grid_code import GridCode, code_directions
 from ..layers.block import GatedCrossAttentionBlock
 from ..utils.architectures import text_num_hidden_layers
 from .ridge import RidgeSums
@@ -65,7 +67,9 @@ def start_blocks(
     depth = text_num_hidden_layers(body.config.text_config)
     blocks = [pair for pair in zip(body.blocks, body.config.cross_attention_layers) if pair[1] < depth]
     config = body.config.cross_attention_config
-    keys, values = _telling_apart(states, shares, config.head_dim), _components(config, states)
+    has_places = any(isinstance(layer, GridCode) for layer in body.connector.layers)
+    code = code_directions(config.context_size, config.head_dim) if has_places else states[:0]
+    keys, values = _telling_apart(states, shares, config.head_dim), _values(config, states, code)
     sums = {block: RidgeSums(block.attn.q_proj.bias is not None) for block, _ in blocks}
     targets = torch.cat([states, states.new_zeros(1, states.shape[1])])  # the last one is of `NO_WORD`
     for ids, places, read in _texts(processor, rows, words):
@@ -93,11 +97,20 @@ def _telling_apart(states: torch.Tensor, shares: torch.Tensor, width: int) -> to
     return first / ((states @ first.T).square().mean(-1) @ weights.float()).sqrt()
 
 
-def _components(config: CrossAttentionConfig, states: torch.Tensor) -> torch.Tensor:
-    """The first components, as many as the key/value heads have room for; in a head's width words have size 1."""
+def _values(config: CrossAttentionConfig, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Rows of values: for each head the directions of places, and words' first components for the rest of its width.
+
+    In a head's width words have size 1 in the mean, and places 1 in each direction, without what words have there.
+    """
     components = torch.linalg.eigh(states.double().T @ states.double()).eigenvectors.T.flip(0).float()
-    first = components[torch.arange(config.num_key_value_heads * config.head_dim) % len(components)]
-    return first / (states @ first[: config.head_dim].T).square().mean().sqrt()
+    width = config.head_dim - len(places)
+    first = components[torch.arange(config.num_key_value_heads * width) % len(components)]
+    first = first / (states @ first[:width].T).square().mean().sqrt()
+    of_words = components[: min(len(states) - 1, len(components) // 2)]  # told apart: one less than there are words
+    alone = places - places @ of_words.T @ of_words
+    alone = alone * (places.square().sum(1) / (alone * places).sum(1))[:, None]
+    heads = first.unflatten(0, (config.num_key_value_heads, width))
+    return torch.cat([heads, alone.expand(len(heads), -1, -1)], dim=1).flatten(0, 1)
 
 
 def _texts(

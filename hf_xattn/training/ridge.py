@@ -27,7 +27,7 @@ class RidgeSums:
 
     def add(self, features: torch.Tensor, targets: torch.Tensor) -> None:
         """`(count, inputs)` and `(count, outputs)`; or `(tokens, inputs)` and the one target of all, `(outputs,)`."""
-        inputs, targets = self._inputs(features), targets.double()
+        inputs, targets = self._inputs(features), with_float64(targets).double()
         alike = targets.dim() == 1
         self.products = self.products + (inputs.sum(0)[:, None] * targets if alike else inputs.T @ targets)
 
@@ -39,6 +39,7 @@ class RidgeSums:
         self.products[:, outputs] += inputs.T @ targets.double()
 
     def _inputs(self, features: torch.Tensor) -> torch.Tensor:
+        features = with_float64(features)
         inputs = with_one(features).double() if self.bias else features.double()
         if self._adds_features:
             self.count += len(inputs)
@@ -49,6 +50,11 @@ class RidgeSums:
         """`(inputs, outputs)`, in float64; the last row is the bias."""
         penalty = PENALTY * torch.eye(len(self.squares), dtype=torch.float64, device=self.squares.device)
         return torch.linalg.solve(self.squares + penalty, self.products)
+
+
+def with_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where sums can be in float64: Apple's GPUs have none."""
+    return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 
 def with_one(features: torch.Tensor) -> torch.Tensor:

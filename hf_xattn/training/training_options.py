@@ -37,8 +37,9 @@ class TrainingOptions:
     steps: int | None = None
     batch_size: int = 8
     gradient_accumulation: int = 1
-    learning_rate: float = 1e-4
-    started_rate: float = 1.0
+    learning_rate: float | None = None
+    started_rate: float | None = None
+    no_align: bool = False
     warmup: float = 0.05
     weight_decay: float = 0.0
     max_length: int | None = None

@@ -33,6 +33,7 @@ from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quie
 from .parameter_groups import train_in_float32
 from .picture_use import PictureUse, PictureUseCallback
 from .run_data import RunData
+from .run_start import RATES, TRAINED, Rates, start
 from .started_rate import check_started_rate
 from .training_options import TrainingOptions, option_of
 from .vision_features import VisionFeatures
@@ -63,8 +64,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         say(ALONE)
     data = RunData(options)
     saved = options.saved(data.fingerprints())
-    if resume:
-        _check_resumed(options.output, saved)
+    earlier = _check_resumed(options.output, saved) if resume else {}
     hub = {"trust_remote_code": options.trust_remote_code}
     processor = _processor(options.model, **hub)
     features = None if options.features is None else VisionFeatures.before_weights(options.features)
@@ -90,6 +90,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         say("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
     before = 0 if checkpoint is None else step_of(checkpoint)
     arguments = _arguments(options, data, half)
+    rates = _start(model, processor, features, data, options, arguments, saved, None if checkpoint is None else earlier)
     finished = before >= arguments.max_steps
     if finished:  # `Trainer` would take one step more
         _load_weights(model, checkpoint, **hub)
@@ -98,7 +99,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     use_cache = getattr(model.config, "use_cache", None)
     reader = data.reader(*collators)
     use = PictureUseCallback(data.to_compare(), reader, max(2, options.batch_size))
-    trainer = _make_trainer(model, arguments, data, reader, processor, use)
+    trainer = _make_trainer(model, arguments, data, reader, processor, use, rates.started_rate)
     if finished:
         say(f"no steps left to train after step {before}")
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/{STATE}")  # for the model card
@@ -111,7 +112,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     _save(model, processor, trainer, options, dtypes, use_cache)
     if not is_first_process():
         return
-    write_model_card(model, options.output, trainer, training=_facts(options, data, use.last))
+    write_model_card(model, options.output, trainer, training=_facts(options, data, use.last, saved["start"], rates))
     _write_options(options.output, {**saved, "complete": True})
     say(f"saved to {options.output}")
     if bad := data.bad_rows().count():
@@ -145,6 +146,30 @@ def _load_model(options: TrainingOptions, features: VisionFeatures | None, **hub
     return model
 
 
+def _start(
+    model: XAttnForConditionalGeneration,
+    processor: XAttnProcessor,
+    features: VisionFeatures | None,
+    data: RunData,
+    options: TrainingOptions,
+    arguments: TrainingArguments,
+    saved: dict[str, Any],
+    earlier: dict[str, Any] | None,
+) -> Rates:
+    """Starts a fresh model, unless the run goes on from a checkpoint of an `earlier` one. Returns learning rates."""
+    if earlier is not None:
+        saved["start"] = earlier.get("start", TRAINED)
+    else:
+        reader = processor if features is None else features.reader(processor)
+        saved["start"] = start(model, reader, data.rows, arguments.device, not options.no_align)
+        if is_first_process():
+            _write_options(options.output, saved)
+    by_start = RATES[saved["start"]]
+    arguments.learning_rate = by_start.learning_rate if options.learning_rate is None else options.learning_rate
+    share = by_start.started_rate if options.started_rate is None else options.started_rate
+    return Rates(arguments.learning_rate, share)
+
+
 def _make_trainer(
     model: XAttnForConditionalGeneration,
     arguments: TrainingArguments,
@@ -152,6 +177,7 @@ def _make_trainer(
     reader: RowReader,
     processor: XAttnProcessor,
     use: PictureUseCallback,
+    started_rate: float,
 ) -> Trainer:
     # A checkpoint holds tied weights once. `Trainer` ties the names that are listed here when it reads one, and warns
     # of any other.
@@ -162,7 +188,7 @@ def _make_trainer(
     return _TimedTrainer(
         data.rows_of_a_step,
         distill_text=data.options.distill_text,
-        started_rate=data.options.started_rate,
+        started_rate=started_rate,
         model=model,
         args=arguments,
         train_dataset=data.in_order(),
@@ -241,13 +267,14 @@ def _last_loss(history: list[dict[str, Any]], before: int, steps: int) -> str:
     return f"training loss {total / (end - start):.4f} (mean of the steps {start + 1} to {end})"
 
 
-def _facts(options: TrainingOptions, data: RunData, use: PictureUse | None) -> dict[str, str]:
+def _facts(options: TrainingOptions, data: RunData, use: PictureUse | None, start: str, rates: Rates) -> dict[str, str]:
     """What the model card says of the run, beside what `Trainer` knows."""
     facts = {"examples": f"{len(data.rows):,} of {data.named()}", "prompt for captions": data.rows.prompt}
     if options.distill_text is not None:
         facts["weight of KL to the text model, for texts beside a picture"] = f"{options.distill_text:g}"
-    if options.started_rate != 1.0:
-        facts["share of the learning rate for weights that do not start at zero"] = f"{options.started_rate:g}"
+    if rates.started_rate != 1.0:
+        facts["share of the learning rate for weights that do not start at zero"] = f"{rates.started_rate:g}"
+    facts["connector and blocks start"] = start
     if use is not None:
         of = "trained rows" if data.others is None else "rows that were not trained on"
         facts[f"loss of {of}, with their picture"] = f"{use.own:.3f}"
@@ -255,14 +282,20 @@ def _facts(options: TrainingOptions, data: RunData, use: PictureUse | None) -> d
     return facts
 
 
-def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
-    """Raises a `ValueError` if there is no run to resume, or a run with other options or data."""
+def _check_resumed(output: Path, saved: dict[str, Any]) -> dict[str, Any]:
+    """Returns what was saved of a run. Raises a `ValueError` if there is none, or one with other options or data."""
     file = output / OPTIONS_FILE
     if not file.is_file():
         if (output / UNFINISHED).is_file():  # killed before anything was trained
-            return
+            return {}
         raise ValueError(f"`--resume` found no run in {output}: it has no {OPTIONS_FILE}. Start without `--resume`.")
-    before = {"processes": 1, "gpus": saved["gpus"], "started_rate": 1.0, **json.loads(file.read_text())}
+    before = {
+        "processes": 1,
+        "gpus": saved["gpus"],
+        "started_rate": 1.0,
+        "no_align": False,
+        **json.loads(file.read_text()),
+    }
     if before.get("complete"):
         raise ValueError(f"`--resume`: the run in {output} is complete, so there is nothing to resume.")
     for name, value in saved.items():
@@ -281,6 +314,7 @@ def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
             f"`--resume`: expected {option_of(name)} to be {before.get(name)!r}, as in the run in {output}, got "
             f"{value!r}. Use the same value, or start in a new folder."
         )
+    return before
 
 
 def _write_options(output: Path, saved: dict[str, Any]) -> None:
@@ -354,7 +388,8 @@ def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> 
     if options.train_text:
         check_trainable("the text model (`--train-text`)", model.model.text_model, "Train an adapter (LoRA) on it.")
     freeze(model, text=not options.train_text, vision=not options.train_vision)
-    check_started_rate(model, options.started_rate)
+    if options.started_rate is not None:
+        check_started_rate(model, options.started_rate)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
     train_in_float32(model)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -371,7 +406,6 @@ def _arguments(options: TrainingOptions, data: RunData, half: bool) -> TrainingA
         per_device_train_batch_size=options.batch_size,
         per_device_eval_batch_size=options.batch_size,
         gradient_accumulation_steps=options.gradient_accumulation,
-        learning_rate=options.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=min(math.ceil(options.warmup * steps), steps - 1),  # the first of them has a rate of 0
         weight_decay=options.weight_decay,
