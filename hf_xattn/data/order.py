@@ -51,8 +51,7 @@ class Shuffled:
         seed (`int`): of the order.
         batch_size (`int`): rows of a batch of one process.
         processes (`int`): number of processes; batch `i` is for process `i % processes`, as accelerate deals them.
-        spread (`int`, *optional*): number of the source whose rows are spread evenly among the others. The others keep
-            the order that they have without it.
+        spread (`int`, *optional*): number of the source whose rows are spread evenly among those of the others.
     """
 
     def __init__(

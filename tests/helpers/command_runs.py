@@ -29,10 +29,9 @@ def run(capsys, *arguments):
 
 
 def run_training(capsys, *arguments, texts=False):
-    """Status, output and errors of `hf-xattn train` on the CPU; without text prompts, unless `texts` or the arguments
-    say so.
-    """
-    share = [] if texts or "--text-share" in arguments else ["--text-share", "0"]
+    """Status, output and errors of `hf-xattn train` on the CPU, without text prompts where nothing asks for them."""
+    asked = texts or "--text-share" in arguments or "--text-prompts" in arguments
+    share = [] if asked else ["--text-share", "0"]
     return run(capsys, "train", *arguments, *share, "--device", "cpu")
 
 
