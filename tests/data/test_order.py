@@ -9,6 +9,7 @@ import torch
 from data_sources import questions, write_parquet, write_tar
 
 import hf_xattn
+from hf_xattn.data.loading import OPEN_UNITS
 from hf_xattn.data.order import STREAMS, Shuffled
 from hf_xattn.training.bad_rows import Places
 
@@ -118,7 +119,7 @@ def test_few_units_are_open(folder):
     order = Shuffled(rows, 1500, seed=5, batch_size=4)
     for place in range(1500):
         order[place]
-    assert len(rows._open) <= 32
+    assert len(rows._open) <= OPEN_UNITS
 
 
 def test_rows_of_one_file_are_mixed(tmp_path):
