@@ -47,15 +47,7 @@ def register_train(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--train-text", action="store_true", help="train the text model too; it is frozen otherwise")
     vision = "train the vision tower too; it is frozen otherwise"
     parser.add_argument("--train-vision", action="store_true", help=vision)
-    add_number(
-        parser,
-        "--distill-text",
-        None,
-        "show rows without a picture beside one of another row, and keep their answers those of the text model alone: "
-        "WEIGHT times the KL divergence is added to the loss",
-        float,
-        "WEIGHT",
-    )
+    _add_text(parser)
     parser.add_argument(
         "--features",
         type=Path,
@@ -101,6 +93,22 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--log-steps", 10, "steps between lines of the log")
     add_number(parser, "--workers", 0, "processes that read pictures")
     add_number(parser, "--seed", 0, "of the order of the examples and of dropout")
+
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
+    share = (
+        "share of the rows of the run that are text prompts, shown beside pictures of other rows; their answers stay "
+        "those of the text model alone, so that it keeps its text ability beside a picture. 0: none (default: 0.15, "
+        "and 0 with --train-text)"
+    )
+    add_number(parser, "--text-share", None, share, float, "X")
+    prompts = "a text file, one prompt a line, in place of the package's prompts; the text model answers them"
+    parser.add_argument("--text-prompts", type=Path, metavar="FILE", help=prompts)
+    distill = (
+        "show rows without a picture beside one of another row, and keep their answers those of the text model alone: "
+        "WEIGHT times the KL divergence is added to the loss (default: 1 with a --text-share)"
+    )
+    add_number(parser, "--distill-text", None, distill, float, "WEIGHT")
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,8 @@ from .sources import Source, open_source
 from .units import OpenUnit, Unit
 
 
-OPEN_UNITS, OPEN_BYTES = 32, 2**27  # units that are held open in a process, and their bytes in memory
+# Units that are held open in a process, and their bytes in memory. One unit is for the source that `Shuffled` spreads.
+OPEN_UNITS, OPEN_BYTES = 33, 2**27
 
 
 class Block(NamedTuple):
@@ -131,6 +132,10 @@ class Rows(Sequence[dict[str, Any]]):
             places = self._left.get(number, np.arange(self.blocks[number].unit.rows))
             kept[number], taken[number] = np.delete(places, own), places[own]
         return Rows(self.sources, self.prompt, kept), Rows(self.sources, self.prompt, taken)
+
+    def with_source(self, source: Source) -> Rows:
+        """The same rows, and behind them those of one more source."""
+        return Rows([*self.sources, source], self.prompt, self._left)
 
     def as_dataset(self) -> Any:
         """The same rows as a `datasets.Dataset`, which TRL's trainers ask for. A row is read when it is asked for."""

@@ -8,6 +8,9 @@ fills while one reads: it is a function of the place.
               of 1, 2, 4 or 8 workers in it, opens units of its own
     window    a few units of a share; their rows are in a random order
 
+One source may be `spread`: each window gets its part of the source's rows. As units of their own, the few rows of a
+small source would stand together, between large units.
+
 The order does not depend on the number of workers. In an epoch each row comes once; `weight` of a source decides how
 many of its rows come, and those that did not come first in the next epoch.
 """
@@ -48,10 +51,19 @@ class Shuffled:
         seed (`int`): of the order.
         batch_size (`int`): rows of a batch of one process.
         processes (`int`): number of processes; batch `i` is for process `i % processes`, as accelerate deals them.
+        spread (`int`, *optional*): number of the source whose rows are spread evenly among those of the others.
     """
 
-    def __init__(self, rows: Rows, length: int, seed: int = 0, batch_size: int = 1, processes: int = 1):
-        self.rows, self.length, self.seed, self.batch_size = rows, length, seed, batch_size
+    def __init__(
+        self,
+        rows: Rows,
+        length: int,
+        seed: int = 0,
+        batch_size: int = 1,
+        processes: int = 1,
+        spread: int | None = None,
+    ):
+        self.rows, self.length, self.seed, self.batch_size, self.spread = rows, length, seed, batch_size, spread
         self.blocks_of: list[list[int]] = [[] for _ in rows.sources]
         for number, block in enumerate(rows.blocks):
             if rows.rows_of(number):
@@ -61,8 +73,10 @@ class Shuffled:
             max(1, round(source.weight * count)) if count else 0 for source, count in zip(rows.sources, held)
         ]
         self.epoch_rows = sum(self.counts)
-        streams = STREAMS * processes
-        self.streams = streams if self.epoch_rows >= streams * batch_size * ROUNDS else 1
+        self._spread_rows = 0 if spread is None else self.counts[spread]
+        streams, others = STREAMS * processes, self.epoch_rows - self._spread_rows
+        large = self.epoch_rows >= streams * batch_size * ROUNDS and others >= 2 * streams
+        self.streams = streams if large else 1
         self._pieces = functools.lru_cache(2)(self._make_pieces)
         self._windows = functools.lru_cache(2 * self.streams)(self._make_windows)
         self._order = functools.lru_cache(2 * self.streams)(self._make_order)
@@ -103,7 +117,10 @@ class Shuffled:
 
     def _share(self, stream: int) -> tuple[int, int]:
         """The places of the epoch, before batches are made, that are of a stream."""
-        return tuple(self.epoch_rows * each // self.streams for each in (stream, stream + 1))  # type: ignore[return-value]
+        return self._part(self.epoch_rows, stream)
+
+    def _part(self, count: int, stream: int) -> tuple[int, int]:
+        return count * stream // self.streams, count * (stream + 1) // self.streams
 
     def _at(self, epoch: int, stream: int, position: int) -> int:
         ends, _ = self._windows(epoch, stream)
@@ -126,21 +143,30 @@ class Shuffled:
         """The windows of a share, and where each ends in it."""
         windows: list[list[Piece]] = []
         nbytes = 0
-        for piece in _cut(self._pieces(epoch), *self._share(stream)):
+        first, last = self._part(self._spread_rows, stream)
+        start, stop = self._share(stream)
+        for piece in _cut(self._pieces(epoch), start - first, stop - last):
             held = self.rows.blocks[piece.block].unit.nbytes
             if not windows or len(windows[-1]) == WINDOW_UNITS or nbytes + held > WINDOW_BYTES:
                 windows.append([])
                 nbytes = 0
             windows[-1].append(piece)
             nbytes += held
-        return np.cumsum([sum(piece.stop - piece.start for piece in window) for window in windows]), windows
+        ends = np.cumsum([sum(piece.stop - piece.start for piece in window) for window in windows])
+        if self.spread is None:
+            return ends, windows
+        bounds = [first, *(first + (last - first) * int(end) // int(ends[-1]) for end in ends)]
+        for window, low, high in zip(windows, bounds, bounds[1:]):
+            passed = epoch * self._spread_rows
+            window.extend(self._of_source(self.spread, passed + low, passed + high))
+        return ends + np.array(bounds[1:]) - first, windows
 
     def _make_pieces(self, epoch: int) -> list[Piece]:
-        """What an epoch reads, in a random order of units."""
+        """What an epoch reads, in a random order of units, without the source that is spread."""
         pieces = [
             piece
             for source, count in enumerate(self.counts)
-            if count
+            if count and source != self.spread
             for piece in self._of_source(source, epoch * count, (epoch + 1) * count)
         ]
         return [pieces[each] for each in self._permutation(len(pieces), PIECES, epoch)]

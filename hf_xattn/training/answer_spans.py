@@ -85,6 +85,14 @@ def token_of_turns(processor: Any) -> int | None:
     return None if found is None else tokenizer.convert_tokens_to_ids(found)
 
 
+def ends_of_turns(generation: Any, processor: Any) -> list[int]:
+    """The tokens that end an answer: those of a generation configuration, and that of the chat template behind them."""
+    ends = generation.eos_token_id
+    known = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
+    token = token_of_turns(processor)
+    return known if token is None or token in known else [*known, token]
+
+
 def end_of_turn(
     render: Render, messages: Messages, answer: int, special_tokens: Sequence[str], before: str = r"\s*"
 ) -> str | None:

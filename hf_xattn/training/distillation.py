@@ -1,4 +1,4 @@
-"""`--distill-text`: a picture must not change what does not concern it.
+"""`--text-share` and `--distill-text`: a picture must not change what does not concern it.
 
 With a frozen text model a row without a picture gives no gradient: no block runs. Here such a row is shown beside the
 picture of another row, and its answers are trained to be those of the model without the picture, token by token:
@@ -31,6 +31,7 @@ from .labelled_logits import LabelledLogitsTrainer, shifted
 SEARCHED = 4096  # rows behind one without a picture that are searched for one
 KNOWN = 2**16  # places that a reader remembers
 DISTILLED, TEACHER = "distilled", "teacher_"  # names in a batch
+TURNED_OFF = "`--text-share 0` without `--distill-text` turns it off"
 NEUTRAL = ("a", "b")  # a question and an answer that any picture fits
 
 
@@ -73,7 +74,7 @@ class DistillingCollator:
         except (TypeError, ValueError) as error:
             if given != [True]:
                 raise
-            raise type(error)(f"{error} This is beside the picture of another row (`--distill-text`).") from error
+            raise type(error)(f"{error} This is beside the picture of another row ({TURNED_OFF}).") from error
         if not any(given):
             return batch
         teacher = self.collate([row for row, chosen in zip(rows, given) if chosen])
@@ -87,8 +88,8 @@ class DistillingCollator:
             if not torch.equal(own[places], said) or (whole and len(left)):
                 raise ValueError(
                     f"Row {row} of the batch: Expected the same answer tokens with a picture in front of the text as "
-                    "without one, for `--distill-text`, got others: the chat template or the tokenizer writes the "
-                    "answer in another way beside a picture. Change the template, or leave `--distill-text` out."
+                    "without one, got others: the chat template or the tokenizer writes the answer in another way "
+                    f"beside a picture. Change the template, or train without this ({TURNED_OFF})."
                 )
             own[left] = IGNORED
             ends.append(int(places[-1]) + 1)
@@ -145,9 +146,9 @@ class DistillingReader(RowReader):
                     return Place(rows, number), found
         inside, index = resolved(place)
         raise BadRowError(
-            f"Expected a row with a picture in the {SEARCHED} rows that follow {inside.where(index)} in the run, for "
-            "`--distill-text`, got none. Add rows with pictures, or give those that there are more weight "
-            "(`--data SOURCE:WEIGHT`)."
+            f"Expected a row with a picture in the {SEARCHED} rows that follow {inside.where(index)} in the run, got "
+            "none. Add rows with pictures, give those that there are more weight (`--data SOURCE:WEIGHT`), or show no "
+            f"text beside pictures ({TURNED_OFF})."
         )
 
     def _leave_out(self, chosen: Sequence[tuple[Place, dict[str, Any]]]) -> bool:

@@ -25,6 +25,7 @@ from .bad_rows import (
     list_problems,
 )
 from .distillation import DistillingCollator, DistillingReader, picture_source
+from .kept_text import PROMPTS, TextRow, read_prompts, source_of
 from .launch import gpus_of_a_process, num_processes, say
 from .picture_use import MOST_ROWS
 from .training_options import TrainingOptions
@@ -49,6 +50,8 @@ class RunData:
         if options.eval_data is not None:
             self.others = load_rows_once("--eval-data", options.eval_data, options.pictures, prompt)
         self.total = sum(map(len, self._sources()))  # of all rows, also of those that are left out
+        self.prompts = read_prompts(options.text_prompts or PROMPTS) if options.share_of_text else []
+        self.texts: list[TextRow] = []  # the prompts with answers, which are mixed into the rows to train on
         self.streams = options.stream or len(self.rows) > STREAM_ROWS
         self.longest: int | None = None
         self._found: list[tuple[Rows, list[Problem]]] = []
@@ -85,7 +88,8 @@ class RunData:
             )
         if not self.streams and self.options.eval_share is not None:
             self._hold_out(self.options.eval_share)
-        if self.options.distill_text is not None and not any(self._is_text(index) for index in self._probed(self.rows)):
+        asked = self.options.distill_text is not None and not self.prompts
+        if asked and not any(self._is_text(index) for index in self._probed(self.rows)):
             few = f"{PROBED} rows of " if self.streams and len(self.rows) > PROBED else ""
             raise ValueError(
                 f"Expected a row without a picture in {few}{self.rows.sources[0].files[0].path} for `--distill-text`, "
@@ -94,8 +98,8 @@ class RunData:
 
     @property
     def epoch_rows(self) -> int:
-        """Number of rows that an epoch reads, with the weights of the sources."""
-        return Shuffled(self.rows, 0).epoch_rows
+        """Number of rows that an epoch reads, with the weights of the sources and the texts."""
+        return self._shuffled(0).epoch_rows
 
     def steps(self) -> int:
         """Number of optimizer steps of the run."""
@@ -116,7 +120,7 @@ class RunData:
     def in_order(self) -> Places:
         """All rows of the run, in their order."""
         options, length = self.options, self.steps() * self.rows_of_a_step
-        return Places(Shuffled(self.rows, length, options.seed, self._batch_size, num_processes()))
+        return Places(self._shuffled(length, options.seed, self._batch_size, num_processes()))
 
     def held_out(self) -> Places | None:
         return None if self.others is None else Places(self.others)
@@ -129,7 +133,7 @@ class RunData:
 
     def reader(self, collate: Any, with_pixels: Any) -> RowReader:
         skips = self.options.bad_rows == SKIP
-        kind = RowReader if self.options.distill_text is None else DistillingReader
+        kind = RowReader if self.options.weight_of_text is None else DistillingReader
         return kind(collate, with_pixels, self.bad_rows() if skips else None)
 
     def bad_rows(self) -> BadRowsFile:
@@ -150,9 +154,30 @@ class RunData:
         say(f"{len(self.rows)} examples to train on, {held_out} to evaluate on, {told}")
         if not self.streams and (known := self._with_known_pictures()):
             say(f"{known} of the examples to evaluate on show pictures that are trained on, too")
+        distilled = not self.streams and self.options.weight_of_text is not None
+        if distilled and (own := sum(map(self._is_text, range(len(self.rows))))):
+            say(f"{own} of the examples have no picture: they are shown beside those of others (`--distill-text`)")
         if self.epoch_rows != len(self.rows):
             weights = ", ".join(f"{source.name} {source.weight:g}" for source in self.rows.sources)
             say(f"{self.epoch_rows} examples in an epoch, by weights: {weights}")
+
+    def mix(self, texts: list[TextRow]) -> None:
+        """Mixes texts into the rows to train on, as many as `--text-share` says, and prints how many that are."""
+        self.texts = texts
+        if texts:
+            others, share = Shuffled(self.rows, 0).epoch_rows, self.options.share_of_text
+            told = f"{self.epoch_rows - others} text prompts beside pictures come to {others} examples in an epoch"
+            say(f"{told} (`--text-share {share:g}`)")
+        elif self.prompts:
+            say("No text prompt is left: the run is on the data alone, and may lose text ability beside a picture.")
+
+    def _shuffled(self, length: int, seed: int = 0, batch_size: int = 1, processes: int = 1) -> Shuffled:
+        if not self.texts:
+            return Shuffled(self.rows, length, seed, batch_size, processes)
+        share = self.options.share_of_text
+        count = max(1, round(Shuffled(self.rows, 0).epoch_rows * share / (1 - share)))
+        rows = self.rows.with_source(source_of(self.texts, self.options.output, count / len(self.texts)))
+        return Shuffled(rows, length, seed, batch_size, processes, spread=len(rows.sources) - 1)
 
     def _sources(self) -> list[Rows]:
         return [self.rows] if self.others is None else [self.rows, self.others]
@@ -189,16 +214,19 @@ class RunData:
             return None
 
     def _as_trained(self, collate: Any) -> Collate:
-        """Collates rows to check as they are trained on: with `--distill-text`, texts beside a picture of the data."""
-        if self.options.distill_text is None:
+        """Collates rows to check as they are trained on: texts beside a picture of the data, if any are."""
+        if self.options.weight_of_text is None:
             return collate
         distilling = DistillingCollator(collate)
-        parts = (part for index in self._probed(self.rows) for part in self._pictures_of(index) or [])
-        pictures = map(picture_source, parts)
-        some = next((picture for picture in pictures if distilling.error_of(picture) is None), None)
+        some = self.some_picture(distilling)
         if some is None:  # told later
             return collate
         return lambda rows: distilling(rows, [None if picture_parts(row) else some for row in rows])
+
+    def some_picture(self, distilling: DistillingCollator) -> Any:
+        """A picture of the data that a text can stand beside. None if none of those that are looked at can be used."""
+        parts = (part for index in self._probed(self.rows) for part in self._pictures_of(index) or [])
+        return next((each for each in map(picture_source, parts) if distilling.error_of(each) is None), None)
 
     def _check_rows(self, collate: Collate, with_pixels: Collate) -> None:
         trained, longest = collate if self.streams else self._as_trained(collate), 0

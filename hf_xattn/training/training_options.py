@@ -18,6 +18,7 @@ FREE_OPTIONS = (
 )  # fmt: skip
 
 COUNTS = ("batch_size", "gradient_accumulation", "log_steps", "steps", "eval_steps", "save_steps", "max_length")
+TEXT_SHARE = 0.15
 LEAST = {**dict.fromkeys(COUNTS, 1), **dict.fromkeys(("workers", "weight_decay", "seed"), 0)}
 
 
@@ -50,6 +51,8 @@ class TrainingOptions:
     log_steps: int = 10
     train_text: bool = False
     train_vision: bool = False
+    text_share: float | None = None
+    text_prompts: Path | None = None
     distill_text: float | None = None
     adapter_only: bool = False
     features: Path | None = None
@@ -69,8 +72,8 @@ class TrainingOptions:
             number = getattr(self, name)
             if number is not None and not (number > 0 and math.isfinite(number)):
                 raise ValueError(f"{option_of(name)} must be above 0, got {number}.")
-        shares = (("warmup", 0.0, "at least 0"), ("eval_share", 1e-9, "above 0"), ("bad_rows_limit", 0.0, "at least 0"))
-        for name, low, above in shares:
+        shares = dict.fromkeys(("warmup", "bad_rows_limit", "text_share"), (0.0, "at least 0"))
+        for name, (low, above) in {**shares, "eval_share": (1e-9, "above 0")}.items():
             share = getattr(self, name)
             if share is not None and not low <= share < 1:
                 raise ValueError(f"{option_of(name)} must be a share, {above} and below 1, got {share}.")
@@ -78,6 +81,17 @@ class TrainingOptions:
             raise ValueError(
                 f"Expected `--eval-data` or `--eval-share` with `--eval-steps {self.eval_steps}`, got neither. Add "
                 "one, or remove `--eval-steps`."
+            )
+        if self.train_text and (self.text_share or self.text_prompts is not None):
+            given = "--text-share" if self.text_share else "--text-prompts"
+            raise ValueError(
+                f"Expected `{given}` or `--train-text`, got both: the text model is the teacher of these rows, and "
+                "must stay as it is. Put rows without a picture into the data."
+            )
+        if self.text_prompts is not None and self.share_of_text == 0:
+            raise ValueError(
+                "Expected `--text-share` above 0 with `--text-prompts`, got 0: no prompt would be read. Leave one of "
+                "them out."
             )
         if self.distill_text is not None and self.train_text:
             raise ValueError(
@@ -92,6 +106,20 @@ class TrainingOptions:
         if self.bad_rows not in (STOP, SKIP):
             raise ValueError(f"`--bad-rows` must be one of {[STOP, SKIP]}, got {self.bad_rows!r}.")
 
+    @property
+    def share_of_text(self) -> float:
+        """Share of the rows of a run that are text prompts beside pictures of other rows."""
+        if self.text_share is None:
+            return 0.0 if self.train_text else TEXT_SHARE
+        return self.text_share
+
+    @property
+    def weight_of_text(self) -> float | None:
+        """Weight of the KL of rows without a picture. None: they are read as they are."""
+        if self.distill_text is None and self.share_of_text:
+            return 1.0
+        return self.distill_text
+
     def saved(self, fingerprints: Sequence[str]) -> dict[str, Any]:
         """Returns the values that must be the same when the run is resumed. `fingerprints`: of the data."""
         options = {
@@ -99,6 +127,7 @@ class TrainingOptions:
             for name, value in dataclasses.asdict(self).items()
             if name not in FREE_OPTIONS
         }
+        options["text_share"] = self.share_of_text
         launched = {"processes": num_processes(), "gpus": gpus_of_a_process(self.device)}
         return {**options, **launched, "fingerprints": list(fingerprints)}
 

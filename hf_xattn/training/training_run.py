@@ -23,12 +23,13 @@ from ..processing_xattn import XAttnProcessor
 from ..utils.projection import multiplies_natively
 from ..utils.quantized_weights import check_trainable
 from ..utils.whole_folder import replace_file
-from .answer_spans import token_of_turns
+from .answer_spans import ends_of_turns
 from .bad_rows import BAD_ROWS_FILE, SKIP, RowReader, StopsAtLimit
 from .collator import XAttnDataCollator
 from .complete_checkpoints import STATE, find_checkpoints, step_of
-from .distillation import DistillingTrainer
+from .distillation import DistillingCollator, DistillingTrainer
 from .freezing import freeze
+from .kept_text import KEPT_TEXT_FILE, digest_of_rows, text_rows
 from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
 from .parameter_groups import train_in_float32
 from .picture_use import PictureUse, PictureUseCallback
@@ -47,6 +48,7 @@ SLOW_HALF = (
     "`--dtype float32`."
 )
 # How a run was launched, in the words of an error: `Trainer` reads other batches if it differs.
+KEPT = "kept_text"  # the name of the digest of the text model's answers in the options
 LAUNCHED = {"processes": "process(es)", "gpus": "GPU(s) for a process"}
 WRAPPED = "_checkpoint_wrapped_module"  # torch's name of a layer inside its checkpoint wrapper
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's name of a model's folder in a checkpoint of FSDP with SHARDED_STATE_DICT
@@ -65,6 +67,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     data = RunData(options)
     saved = options.saved(data.fingerprints())
     earlier = _check_resumed(options.output, saved) if resume else {}
+    if KEPT in earlier:
+        saved[KEPT] = earlier[KEPT]
     hub = {"trust_remote_code": options.trust_remote_code}
     processor = _processor(options.model, **hub)
     features = None if options.features is None else VisionFeatures.before_weights(options.features)
@@ -85,6 +89,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         options.output.mkdir(parents=True, exist_ok=True)
         _write_options(options.output, saved)
         data.write_bad_rows()
+    if data.prompts:
+        _mix_texts(data, model, processor, DistillingCollator(collators[0]), saved)
     checkpoint = _last_checkpoint(options.output) if resume else None
     if resume:
         say("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
@@ -119,6 +125,32 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         say(f"{bad} bad row(s) were left out: {options.output / BAD_ROWS_FILE} has the reasons")
     if not finished:
         say(_last_loss(trainer.state.log_history, before, options.log_steps))
+
+
+def _mix_texts(
+    data: RunData,
+    model: XAttnForConditionalGeneration,
+    processor: XAttnProcessor,
+    collate: DistillingCollator,
+    saved: dict[str, Any],
+) -> None:
+    """Mixes text prompts into the rows of the run. Their digest goes to the saved options.
+
+    Raises a `ValueError` if a resumed run has other answers than before.
+    """
+    output = data.options.output
+    # These arguments join the processes and choose a device, as those of the run do later, which need to know the rows.
+    device = TrainingArguments(str(output / CHECKPOINTS), use_cpu=_on_cpu(data.options)).device
+    texts = text_rows(model, processor, data.prompts, collate, data.some_picture(collate), output, device)
+    digest = digest_of_rows(texts)
+    if saved.setdefault(KEPT, digest) != digest:
+        raise ValueError(
+            f"`--resume`: expected the text answers of the run in {output}, got others in {KEPT_TEXT_FILE}, so that it "
+            "would train on other rows. Put the file back, or start in a new folder."
+        )
+    data.mix(texts)
+    if is_first_process():
+        _write_options(output, saved)
 
 
 def _check_reports(names: list[str]) -> None:
@@ -187,7 +219,7 @@ def _make_trainer(
         callbacks.append(StopsAtLimit(data.bad_rows(), data.total))
     return _TimedTrainer(
         data.rows_of_a_step,
-        distill_text=data.options.distill_text,
+        distill_text=data.options.weight_of_text,
         started_rate=started_rate,
         model=model,
         args=arguments,
@@ -270,8 +302,10 @@ def _last_loss(history: list[dict[str, Any]], before: int, steps: int) -> str:
 def _facts(options: TrainingOptions, data: RunData, use: PictureUse | None, start: str, rates: Rates) -> dict[str, str]:
     """What the model card says of the run, beside what `Trainer` knows."""
     facts = {"examples": f"{len(data.rows):,} of {data.named()}", "prompt for captions": data.rows.prompt}
-    if options.distill_text is not None:
-        facts["weight of KL to the text model, for texts beside a picture"] = f"{options.distill_text:g}"
+    if data.texts:
+        facts["text prompts beside a picture"] = f"{100 * options.share_of_text:g} % of rows"
+    if options.weight_of_text is not None:
+        facts["weight of KL to the text model, for texts beside a picture"] = f"{options.weight_of_text:g}"
     if rates.started_rate != 1.0:
         facts["share of the learning rate for weights that do not start at zero"] = f"{rates.started_rate:g}"
     facts["connector and blocks start"] = start
@@ -289,13 +323,9 @@ def _check_resumed(output: Path, saved: dict[str, Any]) -> dict[str, Any]:
         if (output / UNFINISHED).is_file():  # killed before anything was trained
             return {}
         raise ValueError(f"`--resume` found no run in {output}: it has no {OPTIONS_FILE}. Start without `--resume`.")
-    before = {
-        "processes": 1,
-        "gpus": saved["gpus"],
-        "started_rate": 1.0,
-        "no_align": False,
-        **json.loads(file.read_text()),
-    }
+    # What runs of earlier versions, which did not save these options, have done.
+    unsaid = {"processes": 1, "gpus": saved["gpus"], "started_rate": 1.0, "no_align": False, "text_share": 0.0}
+    before = {**unsaid, **json.loads(file.read_text())}
     if before.get("complete"):
         raise ValueError(f"`--resume`: the run in {output} is complete, so there is nothing to resume.")
     for name, value in saved.items():
@@ -429,13 +459,11 @@ def _arguments(options: TrainingOptions, data: RunData, half: bool) -> TrainingA
 
 def _end_with_the_turn(model: XAttnForConditionalGeneration, processor: XAttnProcessor) -> None:
     """Ends the answers of `generate` at the token that the model has learned to end a turn with, too."""
-    token = token_of_turns(processor)
     generation = model.generation_config
-    ends = generation.eos_token_id
-    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if token is not None and token not in known:
-        generation.eos_token_id = [*known, token]
-        say(f"`generate` ends at token {token}, too: the chat template ends a turn with it")
+    before, ends = generation.eos_token_id, ends_of_turns(generation, processor)
+    if ends and ends not in (before, [before]):
+        generation.eos_token_id = ends
+        say(f"`generate` ends at token {ends[-1]}, too: the chat template ends a turn with it")
 
 
 def _on_cpu(options: TrainingOptions) -> bool:

@@ -194,7 +194,7 @@ def test_resumed_run(tmp_path, capsys):
     """A run that goes on from a checkpoint without its connector, with that of the model it began with."""
     save_chat_model(tmp_path / "model")
     data, out = write_examples(tmp_path / "data", MIXED), tmp_path / "out"
-    options = ["--data", data, "--output", out, "--steps", 2, "--save-steps", 1, "--device", "cpu"]
+    options = ["--data", data, "--output", out, "--steps", 2, "--save-steps", 1, "--text-share", 0, "--device", "cpu"]
     command = ["train", tmp_path / "model", *options]
     assert main([str(word) for word in command]) == 0
     shutil.rmtree(out / CHECKPOINTS / "checkpoint-2")

@@ -273,7 +273,7 @@ def test_the_train_command(tmp_path):
         Image.new("RGB", (32, 32), (60 * index, 0, 0)).save(data / f"{index}.png")
     lines = [json.dumps({"file_name": f"{index}.png", "text": "a picture"}) for index in range(4)]
     (data / "metadata.jsonl").write_text("\n".join(lines))
-    options = ["--steps", "2", "--batch-size", "2", "--eval-share", "0.25", "--device", "cpu"]
+    options = "--steps 2 --batch-size 2 --eval-share 0.25 --text-share 0 --device cpu".split()
     assert main(["train", str(model), "--data", str(data), "--output", str(tmp_path / "trained"), *options]) in (
         0,
         None,

@@ -9,6 +9,7 @@ import torch
 from data_sources import questions, write_parquet, write_tar
 
 import hf_xattn
+from hf_xattn.data.loading import OPEN_UNITS
 from hf_xattn.data.order import STREAMS, Shuffled
 from hf_xattn.training.bad_rows import Places
 
@@ -118,7 +119,7 @@ def test_few_units_are_open(folder):
     order = Shuffled(rows, 1500, seed=5, batch_size=4)
     for place in range(1500):
         order[place]
-    assert len(rows._open) <= 32
+    assert len(rows._open) <= OPEN_UNITS
 
 
 def test_rows_of_one_file_are_mixed(tmp_path):
@@ -128,3 +129,41 @@ def test_rows_of_one_file_are_mixed(tmp_path):
     order = Shuffled(rows, 0, batch_size=8)
     kinds = [len({order.index(place) // 1000 for place in range(start, start + 64)}) for start in range(0, 20_000, 64)]
     assert min(kinds) >= 8 and sum(kinds) / len(kinds) > 12  # of 20
+
+
+@pytest.mark.parametrize("weight, batch_size, processes", [(3, 4, 1), (0.5, 3, 2), (0.001, 1, 1), (2, 64, 1)])
+def test_a_source_that_is_spread(folder, weight, batch_size, processes):
+    """Rows of a small source that stand together between large units; a row of the others that is lost for them; a
+    row of the small source that comes again before others came.
+    """
+    rows = hf_xattn.load_rows([f"{folder}/*.tar", f"{folder}/a.parquet:{weight}"])
+    order = Shuffled(rows, 0, seed=4, batch_size=batch_size, processes=processes, spread=1)
+    count = order.epoch_rows
+    assert count == 1024 + order.counts[1] and order.counts[1] == max(1, round(501 * weight))
+    read = [order.index(place) for place in range(3 * count)]
+    for epoch in range(3):
+        own = read[epoch * count : (epoch + 1) * count]
+        assert sorted(index for index in own if index < 1024) == list(range(1024))
+    times = Counter(index for index in read if index >= 1024)
+    seen = [times[index] for index in range(1024, 1525)]
+    assert sum(seen) == 3 * order.counts[1] and max(seen) - min(seen) <= 1
+    if weight > 0.01:  # in each part of the run as many as anywhere
+        parts = [sum(index >= 1024 for index in read[start : start + 300]) for start in range(0, count - 300, 300)]
+        assert all(share == pytest.approx(300 * order.counts[1] / count, rel=0.35) for share in parts), parts
+    again = pickle.loads(pickle.dumps(order))
+    assert [again.index(place) for place in range(50)] == read[:50]
+
+
+def test_a_small_source_in_large_shards(tmp_path):
+    """A long row of texts, which all stand beside the one picture that follows."""
+    for shard in range(8):
+        write_tar(tmp_path / f"{shard}.tar", list(questions(512)), first=512 * shard)
+    write_parquet(tmp_path / "a.parquet", 20, rows_of_a_group=20)
+    rows = hf_xattn.load_rows([f"{tmp_path}/*.tar", f"{tmp_path}/a.parquet:36"])
+
+    def longest(**spread):
+        order = Shuffled(rows, 0, batch_size=8, **spread)
+        of_texts = [order.index(place) >= 4096 for place in range(order.epoch_rows)]
+        return max(len(list(run)) for text, run in itertools.groupby(of_texts) if text)
+
+    assert longest(spread=1) < 10 < longest()

@@ -28,9 +28,11 @@ def run(capsys, *arguments):
     return status, captured.out, captured.err
 
 
-def run_training(capsys, *arguments):
-    """Status, output and errors of `hf-xattn train` on the CPU."""
-    return run(capsys, "train", *arguments, "--device", "cpu")
+def run_training(capsys, *arguments, texts=False):
+    """Status, output and errors of `hf-xattn train` on the CPU, without text prompts where nothing asks for them."""
+    asked = texts or "--text-share" in arguments or "--text-prompts" in arguments
+    share = [] if asked else ["--text-share", "0"]
+    return run(capsys, "train", *arguments, *share, "--device", "cpu")
 
 
 FAST = ["--batch-size", "2", "--learning-rate", "0.01", "--log-steps", "2"]
@@ -47,7 +49,7 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def interrupted(capsys, monkeypatch, step, *arguments):
+def interrupted(capsys, monkeypatch, step, *arguments, texts=False):
     """Runs `hf-xattn train` until Ctrl-C after this step."""
     whole = Trainer.__init__
 
@@ -58,7 +60,7 @@ def interrupted(capsys, monkeypatch, step, *arguments):
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "__init__", with_stop)
         with pytest.raises(SystemExit) as stopped:
-            run_training(capsys, *arguments)
+            run_training(capsys, *arguments, texts=texts)
     assert stopped.value.code == 130 and "--resume" in capsys.readouterr().out
 
 

@@ -31,7 +31,7 @@ CASES = {
     "texts beside pictures": ("float32", ["--distill-text", "2"], {}),
     "adapter": ("bfloat16", ["--adapter-only"], {"state_dict_type": "sharded_state_dict"}),
 }
-FIXED = "--epochs 2 --save-steps 2 --log-steps 3 --learning-rate 0.01".split()
+FIXED = "--epochs 2 --save-steps 2 --log-steps 3 --learning-rate 0.01 --text-share 0".split()
 
 
 def arguments(desk, case, batch_size, name):

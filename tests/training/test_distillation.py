@@ -307,7 +307,7 @@ def test_accumulated_processes_and_features(model, tmp_path, capsys):
         status, _, error = run_training(capsys, *options, *more, "--output", tmp_path / name)
         assert status == 0, error
     words = [*options, "--batch-size", "1", "--gradient-accumulation", "2", "--output", tmp_path / "ranks"]
-    run_ranks(2, ["-m", "hf_xattn", "train", *words, "--device", "cpu"])
+    run_ranks(2, ["-m", "hf_xattn", "train", *words, "--text-share", "0", "--device", "cpu"])
     whole, logged = weights(tmp_path / "whole"), history(tmp_path / "whole", 6)
     assert not close(whole, weights(model), atol=1e-3) and sum("text_kl" in entry for entry in logged) > 3
     for name in ("accumulated", "features", "ranks"):

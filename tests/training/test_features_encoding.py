@@ -136,7 +136,7 @@ def test_training_from_features(model, data, features, tmp_path, capsys, monkeyp
         "--log-steps",
         "1",
     ]
-    options += ["--eval-share", "0.25", "--device", "cpu"]
+    options += ["--eval-share", "0.25", "--text-share", "0", "--device", "cpu"]
     trained, losses = {}, {}
     for name, more in (("pixels", []), ("features", ["--features", features])):
         before = len(runs)
@@ -166,7 +166,8 @@ def test_bit_identical_training(model, tmp_path, capsys):
     data = write_examples(tmp_path / "data", CAPTIONS)
     features = tmp_path / "tower"
     assert main(encode(model, data, features, "--batch-size", "1")) == 0
-    options = ["--data", data, "--steps", "6", "--batch-size", "1", "--learning-rate", "0.01", "--device", "cpu"]
+    options = ["--data", data, "--steps", "6", "--batch-size", "1", "--learning-rate", "0.01"]
+    options += ["--text-share", "0", "--device", "cpu"]
     for name, more in (("pixels", []), ("features", ["--features", features])):
         status, _, error = run(capsys, "train", model, *options, *more, "--output", tmp_path / name)
         assert status == 0, error
@@ -413,6 +414,8 @@ def test_tiles(tmp_path, capsys, monkeypatch):
         tmp_path / "out",
         "--steps",
         "1",
+        "--text-share",
+        "0",
     )
     assert status == 0, error
 

@@ -45,7 +45,8 @@ def desk(tmp_path_factory):
 
 
 def command(desk, output, *options):
-    fixed = "--epochs 3 --log-steps 1 --save-steps 2 --learning-rate 0.01 --eval-share 0.25 --device cpu".split()
+    fixed = "--epochs 3 --log-steps 1 --save-steps 2 --learning-rate 0.01 --eval-share 0.25".split()
+    fixed += "--text-share 0 --device cpu".split()
     return [str(part) for part in (desk / "model", "--data", desk / "data", "--output", output, *fixed, *options)]
 
 

@@ -32,7 +32,7 @@ def arguments(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     save_chat_model(folder / "model")
     data = write_examples(folder / "data", MIXED)
-    options = "--steps 10 --save-steps 2 --batch-size 2 --gradient-accumulation 2 --eval-share 0.25 --log-steps 1 --device cpu"  # noqa: E501
+    options = "--steps 10 --save-steps 2 --batch-size 2 --gradient-accumulation 2 --eval-share 0.25 --log-steps 1 --text-share 0 --device cpu"  # noqa: E501
     return [str(folder / "model"), "--data", str(data), "--learning-rate", "0.01", *options.split()]
 
 

@@ -47,7 +47,7 @@ def test_killed_in_the_middle_of_a_shard(step, workers, model, sources, tmp_path
     """A run that goes on at another row: each row of the first part is read twice, and others never."""
     data = ["--data", f"{sources['tar']}", "--data", f"{sources['parquet']}:0.5", "--data", str(sources["llava"])]
     more = f"--stream --steps 8 --save-steps 2 --batch-size 2 --gradient-accumulation 2 --workers {workers}".split()
-    arguments = [str(model), *data, *more, *FAST]
+    arguments = [str(model), *data, *more, "--text-share", "0", *FAST]
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert call(killed_runs.command, [*arguments, "--output", str(whole)]) == 0
     command = [*arguments, "--output", str(out)]
@@ -65,7 +65,7 @@ def test_each_rank_and_worker_reads_its_own(model, tmp_path):
         write_tar(tmp_path / f"{shard:02d}.tar", list(questions(48)), first=48 * shard)
     log = tmp_path / "log"
     log.mkdir()
-    options = "--stream --batch-size 3 --workers 2 --epochs 1 --log-steps 50 --device cpu".split()
+    options = "--stream --batch-size 3 --workers 2 --epochs 1 --log-steps 50 --text-share 0 --device cpu".split()
     words = [str(model), "--data", f"{tmp_path}/{{00..15}}.tar", "--output", str(tmp_path / "out"), *options]
     run_ranks(2, [HELPERS / "stream_ranks.py", log, "train", *words])
     read = {path.name: [int(line) for line in path.read_text().split()] for path in log.iterdir()}

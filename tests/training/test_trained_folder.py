@@ -131,6 +131,8 @@ def test_the_last_line_of_few_steps(tmp_path, capsys):
         "3",
         "--save-steps",
         "3",
+        "--text-share",
+        "0",
         "--device",
         "cpu",
         *FAST,
@@ -154,7 +156,7 @@ def test_tied_weights_of_a_checkpoint(tmp_path, capsys, monkeypatch, caplog):
     tied.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
     data = write_examples(tmp_path / "data", CAPTIONS)
-    options = [tmp_path / "model", "--data", data, "--steps", "4", "--save-steps", "2", *FAST]
+    options = [tmp_path / "model", "--data", data, "--steps", "4", "--save-steps", "2", "--text-share", "0", *FAST]
     assert run(capsys, "train", *options, "--output", tmp_path / "whole", "--device", "cpu")[0] == 0
     interrupted(capsys, monkeypatch, 3, *options, "--output", tmp_path / "out")
     caplog.clear()
