@@ -108,7 +108,7 @@ def wait_share(folder: Path, workers: int, steps: int) -> float:
     hf_xattn.XAttnForConditionalGeneration(config).save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
     words = ["train", folder / "model", "--data", f"{folder}/*.tar", "--output", folder / "out", "--stream"]
-    words += ["--batch-size", BATCH, "--workers", workers, "--device", "cpu"]
+    words += ["--batch-size", BATCH, "--workers", workers, "--text-share", 0, "--device", "cpu"]
     words += ["--steps", steps, "--save-steps", steps, "--log-steps", steps]
     assert command(list(map(str, words))) in (0, None)
     (state,) = (folder / "out" / "checkpoints").glob("*/trainer_state.json")

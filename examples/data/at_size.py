@@ -89,7 +89,7 @@ def try_reading(output: Path, options: argparse.Namespace) -> None:
     early = max(1, options.steps // 4)
     words = ["train", output / "model", "--data", shards, "--output", output / "trained", "--stream"]
     words += ["--steps", options.steps, "--save-steps", early, "--batch-size", BATCH, "--workers", 1]
-    words += ["--learning-rate", 1e-3, "--log-steps", max(1, options.steps // 10), "--device", "cpu"]
+    words += ["--text-share", 0, "--learning-rate", 1e-3, "--log-steps", max(1, options.steps // 10), "--device", "cpu"]
     command = [*TWO, *map(str, words)]
     start = time.perf_counter()
     train_and_kill(command, output / "trained", early)

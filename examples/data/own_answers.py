@@ -1,5 +1,7 @@
 """Lets a text model answer the questions of rows without a picture, for `hf-xattn train --distill-text`.
 
+`hf-xattn train` does this by itself for prompts, one a line (`--text-prompts`); this is for rows of any form.
+
 python examples/data/own_answers.py MODEL --data SOURCE... --output FILE.jsonl [--max-new-tokens 32]
 
 With `--distill-text` a model learns how likely its text model finds each next token of an answer. In the words of

@@ -247,6 +247,21 @@ def test_own_texts_and_prompts(model, desk, tmp_path, capsys, monkeypatch):
     assert status == 0 and "2 of the examples have no picture: they are shown beside those of others" in out, error
 
 
+def test_own_rows_that_cannot_stand_beside_a_picture(model, desk, tmp_path, capsys):
+    """A run that ends in the middle at such a row; one that loses it without a word."""
+    start = [{"role": "system", "content": "what ?"}, {"role": "assistant", "content": "four."}]
+    data = write_examples(tmp_path / "data", [*CAPTIONS[:3], {"messages": start}])
+    options = [model, "--data", data, "--text-prompts", desk / "prompts.txt", "--steps", "1", *FAST]
+    status, _, error = run_training(capsys, *options, "--output", tmp_path / "out")
+    assert status == 2 and "line 4: Expected a user message" in error and "`--text-share 0`" in error
+    assert not (tmp_path / "out").exists()
+    skip = ["--bad-rows", "skip", "--bad-rows-limit", "0.3", "--output", tmp_path / "skipped"]
+    status, out, error = run_training(capsys, *options, *skip)
+    assert status == 0 and "1 bad row(s) were left out" in out, error
+    without = [*options[:3], *options[5:], "--text-share", "0", "--output", tmp_path / "without"]
+    assert run_training(capsys, *without)[0] == 0
+
+
 def test_features_and_several_pictures(model, desk, tmp_path, capsys):
     """A text beside a picture that has no features; one beside a row of two pictures that stands beside both."""
     lines = [{"images": ["red.png", "blue.png"], "question": "which colours ?", "answer": "red and blue."}, *CAPTIONS]
@@ -273,6 +288,14 @@ def test_prompts_that_do_not_fit(model, desk, tmp_path, capsys):
     status, out, error = run_training(capsys, *options, "--max-length", "60", "--output", tmp_path / "none")
     assert status == 0 and "No text prompt is left" in out, error
     assert kept(tmp_path / "none") == []
+
+
+def test_empty_answers(model, desk, tmp_path, capsys, monkeypatch):
+    """An empty answer that is trained on, or told as an error of the user's."""
+    monkeypatch.setattr(kept_text, "_generated", lambda *_: ["", "a", "", "b", ""])
+    status, out, error = run_training(capsys, *given(model, desk, "--steps", "1"), "--output", tmp_path / "out")
+    assert status == 0 and "2 of 5 text prompts have an answer" in out and "left out" not in out, error
+    assert [row["messages"][1]["content"] for row in kept(tmp_path / "out")] == ["a", "b"]
 
 
 def test_a_model_that_does_not_fit(model, desk, tmp_path, capsys, monkeypatch):
