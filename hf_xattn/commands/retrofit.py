@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
-from typing import Any
 
 from .shared import (
     DTYPES,
     add_number,
     add_trust,
-    check_least,
-    device_of,
     hub_options,
     new_folder,
     print_report,
@@ -20,7 +17,6 @@ from .shared import (
 )
 
 
-ALIGN_ROWS = 2000
 CONNECTOR = "from the tower's features to image tokens; mlp_2d adds a code of each token's place (default: mlp)"
 
 
@@ -39,12 +35,6 @@ def register_retrofit(commands: argparse._SubParsersAction) -> None:
         help="put blocks in front of these layers instead, counted from 0 (3,3 puts two in front of layer 3)",
     )
     parser.add_argument("--connector", choices=("linear", "linear_2d", "mlp", "mlp_2d"), help=CONNECTOR)
-    align = (
-        "start the connector and the blocks by the words of these captions or answers: a source as for "
-        "`hf-xattn train --data`"
-    )
-    parser.add_argument("--align", metavar="SOURCE", help=align)
-    add_number(parser, "--align-rows", None, f"rows of it that are read, evenly spaced (default: {ALIGN_ROWS})")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the new model")
     parser.add_argument("--gguf-file", metavar="NAME", help="name of a GGUF file in the folder or repository TEXT")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
@@ -65,7 +55,8 @@ def _run(arguments: argparse.Namespace) -> None:
     from ..utils.architectures import text_num_hidden_layers
     from ..utils.whole_folder import WholeFolder
 
-    rows = _rows_to_align(arguments)
+    if arguments.connector is not None and arguments.vision is None:
+        raise ValueError("`--connector` needs `--vision V`, whose features it reads, got none.")
     hub = hub_options(arguments)
     if arguments.revision is not None:
         hub["revision"] = arguments.revision
@@ -74,8 +65,6 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.vision is not None:
         vision_config_of(arguments.vision, hub, reads_weights=False)
     processor = read_processor(arguments.text, arguments.vision, output, gguf_file=arguments.gguf_file, **hub)
-    if rows is not None and getattr(processor, "image_processor", None) is None:
-        raise ValueError(f"`--align` reads pictures: expected {arguments.vision} to have an image processor, got none.")
     print(f"Loading {arguments.text}" + (f" and {arguments.vision}" if arguments.vision else ""), flush=True)
     model = retrofit(
         arguments.text,
@@ -87,8 +76,6 @@ def _run(arguments: argparse.Namespace) -> None:
         gguf_file=arguments.gguf_file,
         **hub,
     )
-    if rows is not None:
-        _align(model, processor, rows)
     print(f"Saving to {output}", flush=True)
     with WholeFolder(output) as folder:
         model.save_pretrained(folder, max_shard_size=arguments.max_shard_size, adapter_only=arguments.adapter_only)
@@ -105,37 +92,6 @@ def _run(arguments: argparse.Namespace) -> None:
         print(f"Next, to see: hf-xattn retrofit {shlex.quote(arguments.text)} --vision V --output DIR")
     else:
         print(f"Next: hf-xattn train {shlex.quote(str(output))} --data PICTURES --output TRAINED")
-
-
-def _rows_to_align(arguments: argparse.Namespace) -> Any:
-    """The rows of `--align`, opened before weights are read; None without it."""
-    check_least(arguments, 1, "align_rows")
-    for option, missing in (
-        ("--align-rows", arguments.align),
-        ("--align", arguments.vision),
-        ("--connector", arguments.vision),
-    ):
-        if missing is None and getattr(arguments, option[2:].replace("-", "_")) is not None:
-            needed = "--align SOURCE" if option == "--align-rows" else "--vision V, whose features it reads"
-            raise ValueError(f"`{option}` needs `{needed}`, got none.")
-    if arguments.align is None:
-        return None
-    from ..data.loading import load_rows_once
-
-    rows = load_rows_once("--align", arguments.align)
-    count = arguments.align_rows or ALIGN_ROWS
-    if count >= len(rows):
-        return rows
-    return rows.split([number * len(rows) // count for number in range(count)])[1]
-
-
-def _align(model: Any, processor: Any, rows: Any) -> None:
-    from ..training.alignment import align_connector
-
-    print(f"Aligning connector and blocks with {len(rows)} rows", flush=True)
-    found = align_connector(model.to(device_of("auto")), processor, rows)
-    told = f"The connector is aligned with {found.words} words of {found.pictures} pictures"
-    print(f"{told}, and explains {found.explained:.1%} of what their words tell")
 
 
 def only_in_python(words: list[str]) -> str:

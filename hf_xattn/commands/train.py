@@ -75,14 +75,17 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--batch-size", 8, "examples per forward pass of each process")
     add_number(parser, "--gradient-accumulation", 1, "forward passes per optimizer step")
     rates = "highest learning rate (default: 0.003 for a fresh model that is started by words, 0.001 for another fresh "
-    add_number(parser, "--learning-rate", None, rates + "one, 0.0003 for a trained one)", float, "X")
+    add_number(parser, "--learning-rate", None, rates + "one, 0.0001 for a trained one)", float, "X")
     started = (
         "share of it for all weights that do not start at zero, so that what was started by words is kept while the "
         "output projections of the blocks learn (default: 0.03 for a model that is started by words, 1 for others)"
     )
     add_number(parser, "--started-rate", None, started, float, "X")
-    align = "leave a fresh model as it is, in place of starting its connector and its blocks by the words of the data"
-    parser.add_argument("--no-align", action="store_true", help=align)
+    align = (
+        "start the connector and the blocks of a fresh model by the words of this source, in place of those of --data; "
+        "none leaves them as they are"
+    )
+    parser.add_argument("--align", metavar="SOURCE", help=align)
     add_number(parser, "--warmup", 0.05, "share of the steps in which the learning rate rises", float, "X")
     add_number(parser, "--weight-decay", 0.0, "of AdamW, on matrices", float, "X")
     add_number(parser, "--max-length", None, "cut texts to N tokens")

@@ -28,10 +28,11 @@ from .distillation import DistillingCollator, DistillingReader, picture_source
 from .kept_text import PROMPTS, TextRow, read_prompts, source_of
 from .launch import gpus_of_a_process, num_processes, say
 from .picture_use import MOST_ROWS
-from .training_options import TrainingOptions
+from .training_options import NONE, TrainingOptions
 
 
 STREAM_ROWS = 20_000  # more are not checked before a run: it would take minutes
+ALIGN_ROWS = 2000  # at most: more take longer, and their words are mostly the same
 PROBED = 1000  # rows that are searched for a picture or a caption, where not all are read before the run
 
 
@@ -49,6 +50,9 @@ class RunData:
         self.others = None
         if options.eval_data is not None:
             self.others = load_rows_once("--eval-data", options.eval_data, options.pictures, prompt)
+        self.aligned: Rows | None = None
+        if options.align not in (None, NONE):
+            self.aligned = load_rows_once("--align", options.align, options.pictures, prompt)
         self.total = sum(map(len, self._sources()))  # of all rows, also of those that are left out
         self.prompts = read_prompts(options.text_prompts or PROMPTS) if options.share_of_text else []
         self.texts: list[TextRow] = []  # the prompts with answers, which are mixed into the rows to train on
@@ -124,6 +128,20 @@ class RunData:
 
     def held_out(self) -> Places | None:
         return None if self.others is None else Places(self.others)
+
+    def to_align(self, collate: Collate, with_pixels: Collate) -> Rows | None:
+        """Rows by whose words a fresh model starts, evenly spaced; None if it is to stay as it is."""
+        if self.options.align == NONE:
+            return None
+        rows = self.rows if self.aligned is None else self.aligned
+        count = min(len(rows), ALIGN_ROWS)
+        if count < len(rows):
+            rows = rows.split([number * len(rows) // count for number in range(count)])[1]
+        checked = self.aligned is None and not self.streams
+        if self.options.bad_rows == SKIP and not checked:
+            problems, _ = find_problems(rows, collate, with_pixels)
+            rows = rows.split([problem.row for problem in problems])[0]
+        return rows
 
     def to_compare(self) -> list[Place]:
         """Rows with which a run tells whether the model uses its pictures: held out ones, or some of those it reads."""

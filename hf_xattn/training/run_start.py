@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from ..checkpoints.model_card import is_fresh
 from ..data.loading import Rows
 from ..utils.quantized_weights import is_quantized
 from .alignment import align_connector
@@ -19,7 +21,6 @@ from .launch import is_first_process, num_processes, say
 from .started_rate import starts_at_zero
 
 
-ALIGN_ROWS = 2000  # that are read, evenly spaced
 BY_WORDS, AT_RANDOM, TRAINED = "by words", "at random", "trained"
 
 
@@ -30,61 +31,57 @@ class Rates(NamedTuple):
     started_rate: float
 
 
-# examples/photos/README.md has the runs that these are of.
-RATES = {BY_WORDS: Rates(3e-3, 0.03), AT_RANDOM: Rates(1e-3, 1.0), TRAINED: Rates(3e-4, 1.0)}
+# examples/photos/README.md has the runs that the first two are of. A trained model has all to lose.
+RATES = {BY_WORDS: Rates(3e-3, 0.03), AT_RANDOM: Rates(1e-3, 1.0), TRAINED: Rates(1e-4, 1.0)}
 
 
-def start(model: Any, processor: Any, rows: Rows, device: torch.device, align: bool = True) -> str:
+def rates_of(start: str, learning_rate: float | None, started_rate: float | None) -> Rates:
+    """The learning rates of a run: those that are given, and the others by how the model starts."""
+    rate, share = RATES[start]
+    return Rates(rate if learning_rate is None else learning_rate, share if started_rate is None else started_rate)
+
+
+def start(model: Any, processor: Any, rows: Rows | None, device: torch.device) -> str:
     """Starts connector and blocks of a fresh model by the words of rows, in the first process; the others get them.
 
     Args:
         processor ([`XAttnProcessor`]): reads the pictures, or looks up what the tower has returned for them.
-        rows ([`Rows`]): to train on.
+        rows ([`Rows`], *optional*): to start by. None leaves the model as it is.
         device (`torch.device`): where the tower runs.
-        align (`bool`, defaults to `True`): False leaves a fresh model as it is.
 
     Returns:
         `str`: how the model starts, a key of `RATES`.
     """
     found = [""]
     if is_first_process():
-        found = [_start(model, processor, rows, device, align)]
+        found = [_start(model, processor, rows, device)]
     if num_processes() > 1:
-        from accelerate.utils import broadcast_object_list
-
         broadcast_object_list(found)
         if found[0] == BY_WORDS:
             _share(model, device)
     return found[0]
 
 
-def _start(model: Any, processor: Any, rows: Rows, device: torch.device, align: bool) -> str:
-    if not _is_fresh(model):
+def _start(model: Any, processor: Any, rows: Rows | None, device: torch.device) -> str:
+    if not is_fresh(body_of(model)):
         return TRAINED
-    if not align or is_deepspeed_zero3_enabled():  # whose processes hold a part of each weight
+    # The share of the learning rate is for what does not start at zero; DeepSpeed's processes hold parts of weights.
+    if rows is None or not starts_at_zero(model) or is_deepspeed_zero3_enabled():
         return AT_RANDOM
-    count = min(len(rows), ALIGN_ROWS)
-    chosen = rows if count == len(rows) else rows.split([number * len(rows) // count for number in range(count)])[1]
-    before = model.device
-    moved = before != device and not any(map(is_quantized, model.parameters()))
-    say(f"Starting the connector and the blocks by the words of {count} examples")
+    home = model.device
+    moves = home.type == "cpu" != device.type and not any(map(is_quantized, model.parameters()))
+    say(f"Starting the connector and the blocks by the words of {len(rows)} examples (`--align none`: they stay)")
     try:
-        found = align_connector(model.to(device) if moved else model, processor, chosen)
+        found = align_connector(model.to(device) if moves else model, processor, rows)
     except ValueError as error:
         say(f"They start at random, which learns later: {error}")
         return AT_RANDOM
     finally:
-        if moved:
-            model.to(before)
+        if moves:
+            model.to(home)
     told = f"They start by {found.words} words of {found.pictures} pictures"
     say(f"{told}, and image tokens explain {found.explained:.0%} of what the words tell")
     return BY_WORDS
-
-
-def _is_fresh(model: Any) -> bool:
-    """Whether no block has learned: all weights that start at zero are zero."""
-    zero = [weight for weight in starts_at_zero(model) if not is_quantized(weight)]
-    return bool(zero) and not any(bool(weight.detach().any()) for weight in zero)
 
 
 def _share(model: Any, device: torch.device) -> None:

@@ -19,6 +19,7 @@ FREE_OPTIONS = (
 
 COUNTS = ("batch_size", "gradient_accumulation", "log_steps", "steps", "eval_steps", "save_steps", "max_length")
 TEXT_SHARE = 0.15
+NONE = "none"  # value of `--align`
 LEAST = {**dict.fromkeys(COUNTS, 1), **dict.fromkeys(("workers", "weight_decay", "seed"), 0)}
 
 
@@ -40,7 +41,7 @@ class TrainingOptions:
     gradient_accumulation: int = 1
     learning_rate: float | None = None
     started_rate: float | None = None
-    no_align: bool = False
+    align: str | None = None
     warmup: float = 0.05
     weight_decay: float = 0.0
     max_length: int | None = None

@@ -34,9 +34,9 @@ from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quie
 from .parameter_groups import train_in_float32
 from .picture_use import PictureUse, PictureUseCallback
 from .run_data import RunData
-from .run_start import RATES, TRAINED, Rates, start
+from .run_start import TRAINED, Rates, rates_of, start
 from .started_rate import check_started_rate
-from .training_options import TrainingOptions, option_of
+from .training_options import NONE, TrainingOptions, option_of
 from .vision_features import VisionFeatures
 
 
@@ -96,7 +96,15 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         say("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
     before = 0 if checkpoint is None else step_of(checkpoint)
     arguments = _arguments(options, data, half)
-    rates = _start(model, processor, features, data, options, arguments, saved, None if checkpoint is None else earlier)
+    if checkpoint is None:
+        reads = processor if features is None else features.reader(processor)
+        saved["start"] = start(model, reads, data.to_align(*collators), arguments.device)
+        if is_first_process():
+            _write_options(options.output, saved)
+    else:
+        saved["start"] = earlier.get("start", TRAINED)
+    rates = rates_of(saved["start"], options.learning_rate, options.started_rate)
+    arguments.learning_rate = rates.learning_rate
     finished = before >= arguments.max_steps
     if finished:  # `Trainer` would take one step more
         _load_weights(model, checkpoint, **hub)
@@ -176,30 +184,6 @@ def _load_model(options: TrainingOptions, features: VisionFeatures | None, **hub
     if options.adapter_only:
         check_bases(model)
     return model
-
-
-def _start(
-    model: XAttnForConditionalGeneration,
-    processor: XAttnProcessor,
-    features: VisionFeatures | None,
-    data: RunData,
-    options: TrainingOptions,
-    arguments: TrainingArguments,
-    saved: dict[str, Any],
-    earlier: dict[str, Any] | None,
-) -> Rates:
-    """Starts a fresh model, unless the run goes on from a checkpoint of an `earlier` one. Returns learning rates."""
-    if earlier is not None:
-        saved["start"] = earlier.get("start", TRAINED)
-    else:
-        reader = processor if features is None else features.reader(processor)
-        saved["start"] = start(model, reader, data.rows, arguments.device, not options.no_align)
-        if is_first_process():
-            _write_options(options.output, saved)
-    by_start = RATES[saved["start"]]
-    arguments.learning_rate = by_start.learning_rate if options.learning_rate is None else options.learning_rate
-    share = by_start.started_rate if options.started_rate is None else options.started_rate
-    return Rates(arguments.learning_rate, share)
 
 
 def _make_trainer(
@@ -324,7 +308,7 @@ def _check_resumed(output: Path, saved: dict[str, Any]) -> dict[str, Any]:
             return {}
         raise ValueError(f"`--resume` found no run in {output}: it has no {OPTIONS_FILE}. Start without `--resume`.")
     # What runs of earlier versions, which did not save these options, have done.
-    unsaid = {"processes": 1, "gpus": saved["gpus"], "started_rate": 1.0, "no_align": False, "text_share": 0.0}
+    unsaid = {"processes": 1, "gpus": saved["gpus"], "started_rate": 1.0, "align": NONE, "text_share": 0.0}
     before = {**unsaid, **json.loads(file.read_text())}
     if before.get("complete"):
         raise ValueError(f"`--resume`: the run in {output} is complete, so there is nothing to resume.")

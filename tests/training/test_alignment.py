@@ -6,21 +6,17 @@ import numpy as np
 import own_parts
 import pytest
 import torch
-from command_runs import run
 from PIL import Image
 from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
-from torch import nn
-from training_examples import COLOURS, draw
+from training_examples import COLOURS
 from transformers import (
-    AutoModel,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     ResNetConfig,
     ResNetModel,
     SiglipImageProcessorPil,
 )
 
-from hf_xattn import XAttnProcessor, align_connector, load_rows, retrofit
+from hf_xattn import XAttnProcessor, align_connector, retrofit
 from hf_xattn.training.ridge import RidgeSums
 from hf_xattn.training.word_states import told_apart, word_states
 from hf_xattn.utils.transformers_api import AutoImageProcessor
@@ -389,42 +385,3 @@ def test_what_cannot_be_aligned(folder):
     text_only = retrofit(folder / "text")
     with pytest.raises(ValueError, match="vision tower"):
         align_connector(text_only, processor, rows)
-
-
-def test_command(folder, tmp_path, capsys):
-    """`--align` that aligns nothing, or that is refused after the weights were read."""
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    lines = []
-    for index, colour in enumerate(COLOURS * 2):
-        draw(colour).save(pictures / f"{index}.png")
-        lines.append(f'{{"file_name": "{index}.png", "text": "a {colour} circle"}}\n')
-    (pictures / "metadata.jsonl").write_text("".join(lines))
-    command = ["retrofit", folder / "text", "--vision", folder / "vision"]
-    align = ["--align", pictures, "--align-rows", "6"]
-    status, out, err = run(capsys, *command, "--connector", "mlp_2d", *align, "--output", tmp_path / "out")
-    assert status in (0, None), err
-    assert "with 3 words of 6 pictures" in out
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
-    rows = load_rows(pictures)
-    assert model.config.connector_type == "mlp_2d"
-    expected = retrofit(folder / "text", folder / "vision", connector_type="mlp_2d")
-    processor = fresh(folder)[1]
-    first = expected.model.connector.layers[0]
-    nn.Module.load_state_dict(first, model.model.connector.layers[0].state_dict())
-    align_connector(expected, processor, rows.split([0, 1, 2, 4, 5, 6])[1])
-    given = model.model.connector.layers[2].weight.to(torch.float32)
-    torch.testing.assert_close(given, expected.model.connector.layers[2].weight, atol=1e-2, rtol=1e-2)
-    assert AutoModel.from_pretrained(tmp_path / "out") is not None
-    for options, message in (
-        (["--align-rows", "6"], "`--align-rows` needs `--align SOURCE`"),
-        (["--align", tmp_path / "none"], "none"),
-        (["--align", pictures, "--align-rows", "0"], "at least 1"),
-        (["--align", f"{pictures}:0.5"], "without a weight for `--align`"),
-    ):
-        status, _, err = run(capsys, *command, *options, "--output", tmp_path / "other")
-        assert status and message in err
-    status, _, err = run(capsys, *command[:2], "--connector", "mlp_2d", "--output", tmp_path / "other")
-    assert status and "`--connector` needs `--vision V" in err
-    status, _, err = run(capsys, *command[:2], *align, "--output", tmp_path / "other")
-    assert status and "`--align` needs `--vision V" in err
