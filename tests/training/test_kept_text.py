@@ -291,11 +291,15 @@ def test_prompts_that_do_not_fit(model, desk, tmp_path, capsys):
 
 
 def test_empty_answers(model, desk, tmp_path, capsys, monkeypatch):
-    """An empty answer that is trained on, or told as an error of the user's."""
+    """An empty answer that is trained on, or told as an error of the user's; texts that the comparison of pictures
+    reads, where no rows are held out.
+    """
+    seen = watch(monkeypatch)
     monkeypatch.setattr(kept_text, "_generated", lambda *_: ["", "a", "", "b", ""])
     status, out, error = run_training(capsys, *given(model, desk, "--steps", "1"), "--output", tmp_path / "out")
     assert status == 0 and "2 of 5 text prompts have an answer" in out and "left out" not in out, error
     assert [row["messages"][1]["content"] for row in kept(tmp_path / "out")] == ["a", "b"]
+    assert sum(map(len, seen)) == 2 + len(CAPTIONS * 2)  # a step, and the comparison
 
 
 def test_a_model_that_does_not_fit(model, desk, tmp_path, capsys, monkeypatch):
