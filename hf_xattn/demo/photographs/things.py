@@ -310,6 +310,10 @@ def read_table() -> list[Thing]:
                 continue
             name, _, files = line.partition(": ")
             trained, _, others = files.partition(" | ")
-            given = [tuple(normpath(f"{folder.strip()}{file}") for file in part.split()) for part in (trained, others)]
-            things.append(Thing(name, kind, *(given if known else ((), given[0])), known))
+            own, held_out = (_paths(folder.strip(), part) for part in (trained, others))
+            things.append(Thing(name, kind, own if known else (), held_out if known else own, known))
     return things
+
+
+def _paths(folder: str, files: str) -> tuple[str, ...]:
+    return tuple(normpath(f"{folder}{file}") for file in files.split())

@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pictures import Placed
-from things import Thing, of_kind
+from .pictures import Placed
+from .things import Thing, of_kind
 
 
 Phrasings = Mapping[str, Sequence[str]]

@@ -1,7 +1,7 @@
 """Reads the photographs, which are cut out of their background, and puts one to four of them onto a ground.
 
-Both come from packages of Debian. A source is a .deb file, a folder into which one was unpacked (`dpkg -x`), or "/",
-where the package is installed.
+Both come from packages of Debian. A source is a .deb file, a folder into which one was unpacked (`dpkg -x`), or
+[`INSTALLED`], where the package is installed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image, ImageEnhance, ImageFilter
-from things import Thing
+
+from .things import Thing
 
 
-STAMPS = "usr/share/tuxpaint/stamps"  # of tuxpaint-stamps-default
-GROUNDS = "usr/share/backgrounds/mate/nature"  # of mate-backgrounds
+class Package(NamedTuple):
+    """A package of Debian, and the folder in it that has the pictures."""
+
+    name: str
+    folder: str
+
+
+STAMPS = Package("tuxpaint-stamps-default", "usr/share/tuxpaint/stamps")
+GROUNDS = Package("mate-backgrounds", "usr/share/backgrounds/mate/nature")
+INSTALLED = Path("/")
+MAGIC = b"!<arch>\n"  # of an `ar` archive
 TRAINED_GROUNDS = ("Aqua.jpg", "Blinds.jpg", "GreenMeadow.jpg", "Storm.jpg", "Wood.jpg")
 OTHER_GROUNDS = ("Dune.jpg", "RainDrops.jpg")
 SIDE = 448  # pixels of a picture
@@ -38,29 +48,48 @@ class Placed(NamedTuple):
     box: tuple[int, int, int, int]
 
 
-def read_files(source: Path, folder: str, names: Iterable[str]) -> dict[str, Image.Image]:
+def read_files(source: Path, package: Package, names: Iterable[str]) -> dict[str, Image.Image]:
     """Pictures of a package, by name. Raises a `ValueError` that says what is missing, and how to get it."""
-    wanted = {f"{folder}/{name}": name for name in names}
+    wanted = {f"{package.folder}/{name}": name for name in names}
     if source.is_file():
         read = _read_deb(source, wanted)
     else:
         read = {name: (source / path).read_bytes() for path, name in wanted.items() if (source / path).is_file()}
     if missing := sorted(set(wanted.values()) - read.keys()):
+        where = source / package.folder if source == INSTALLED else f"{package.folder} in {source}"
         raise ValueError(
-            f"Expected {source} to have {folder}/{missing[0]} ({len(missing)} pictures are missing). On Debian, `apt "
-            "download tuxpaint-stamps-default mate-backgrounds` gets them; elsewhere, packages.debian.org has them."
+            f"Expected the pictures of {package.name} in {where}, got no {missing[0]} ({len(missing)} of {len(wanted)} "
+            f"pictures are missing). {how_to_get(package)}"
         )
     return {name: Image.open(io.BytesIO(data)) for name, data in read.items()}
 
 
+def how_to_get(package: Package) -> str:
+    """Tells how a package is got, on Debian and elsewhere."""
+    option = "--stamps" if package is STAMPS else "--grounds"
+    return (
+        f"On Debian, `apt-get download {package.name}` gets the file; elsewhere, download it from "
+        f"packages.debian.org/{package.name}. Pass the .deb file as `{option}`: Python opens it."
+    )
+
+
 def _read_deb(file: Path, wanted: dict[str, str]) -> dict[str, bytes]:
-    """Files of a .deb, which is an `ar` archive of `tar` archives."""
-    data, place, found = file.read_bytes(), len(b"!<arch>\n"), {}
+    """Files of a .deb, which is an `ar` archive of `tar` archives. Raises a `ValueError` for another file."""
+    data, place, found = file.read_bytes(), len(MAGIC), {}
+    if not data.startswith(MAGIC):
+        raise ValueError(f"Expected {file} to be a .deb file, got another one.")
     while place < len(data):
         name, size = data[place : place + 16].decode().strip(), int(data[place + 48 : place + 58])
         place += 60
         if name.startswith("data.tar"):
-            with tarfile.open(fileobj=io.BytesIO(data[place : place + size])) as archive:
+            try:
+                archive = tarfile.open(fileobj=io.BytesIO(data[place : place + size]))
+            except tarfile.TarError as error:
+                raise ValueError(
+                    f"{file}: this Python cannot open {name.rstrip('/')}. Unpack the file (`dpkg -x`), and pass the "
+                    "folder."
+                ) from error
+            with archive:
                 for member in archive:
                     if (path := member.name.removeprefix("./")) in wanted:
                         found[wanted[path]] = archive.extractfile(member).read()  # type: ignore[union-attr]
