@@ -18,7 +18,7 @@ with a tenth of the steps, which is not counted for any design.
 
 FILE gets, for the development rows, the shares of right answers by kind, and the costs: parameters, steps, seconds of
 a step, the largest memory, the time to a first token, of a decode step, and the bytes of the cache behind one image.
-And what is left of the text model's answers to the demo's questions that no picture concerns, with and without one.
+And what is left of the text model's answers to 200 questions that no picture concerns, with and without one.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ from transformers import get_cosine_schedule_with_warmup, set_seed
 
 from hf_xattn import load_rows
 from hf_xattn.data.order import Shuffled
-from hf_xattn.demo.language_scores import TEXT_TOKENS, holds
-from hf_xattn.demo.text_prompts import TEST_PROMPTS
 from hf_xattn.evaluation.answers import normalised
 from hf_xattn.evaluation.evaluation import Asker, inputs_of
 from hf_xattn.evaluation.questions import Question, beside_pictures, questions_of
 from hf_xattn.training.started_rate import check_started_rate
 from hf_xattn.utils.transformers_api import CACHE
+
+
+sys.path.append(str(Path(__file__).parents[1]))  # where text_questions.py is
+from text_questions import TEST_PROMPTS, TEXT_TOKENS, holds
 
 
 WARMUP = 0.05
@@ -148,7 +150,7 @@ def answers(design: Design, questions: Sequence[Question], batch_size: int, max_
 
 
 class TextAbility:
-    """What is left of the text model's answers to the demo's questions that no picture concerns.
+    """What is left of the text model's answers to 200 questions that no picture concerns.
 
     Args:
         untrained ([`Design`]): its blocks, which leave texts without a picture alone. It answers as the text model.

@@ -3,7 +3,7 @@
 python examples/benchmarks/int8_images.py [--repeats N] [--quick]            # one block's attention, and a decode step
 python examples/benchmarks/int8_images.py --demo OUTPUT [--count N]          # answers of a trained model
 
-OUTPUT is the folder of a finished `hf-xattn demo`, with or without `--language-model`. Its held-out pictures are read
+OUTPUT is the folder of a finished `hf-xattn demo` without `--language-model`. Its held-out pictures are read
 twice, the second time with an image store in int8. Times are medians of runs that take turns. Three ways are timed:
 keys and values in the model's dtype, int8 as the package reads it, and int8 that is always dequantised first
 (`multiplies_few` in `hf_xattn/cache/int8_cache.py` says no).
@@ -131,53 +131,36 @@ def step(repeats: int, quick: bool) -> list[dict[str, Any]]:
 
 
 def demo(output: Path, count: int) -> dict[str, Any]:
-    """Answers of a demo's model about held-out pictures, without and with images in int8."""
+    """Answers of the demo's model about held-out pictures, without and with images in int8."""
     from hf_xattn.demo.canvases import PROMPT, DigitPool, picture_of
-    from hf_xattn.demo.language_scores import accuracy_by_kind, answers, held_out_questions
     from hf_xattn.demo.run import _accuracy, _read
 
     model = AutoModelForImageTextToText.from_pretrained(output / "model", dtype=torch.float32).to(DEVICE).eval()
     processor = AutoProcessor.from_pretrained(output / "model")
-    pool, of_language = DigitPool(held_out=True, seed=0), (output / "adapter").is_dir()
-    if of_language:
-        questions = held_out_questions(pool, count, False, 0)
-        pictures, prompt = [picture_of(question.canvas) for question in questions], None
-    else:
-        rng = np.random.default_rng((0, 3))
-        canvases = [pool.canvas(rng) for _ in range(count)]
-        pictures, prompt = [picture_of(canvas) for canvas in canvases], PROMPT
+    pool, rng = DigitPool(held_out=True, seed=0), np.random.default_rng((0, 3))
+    canvases = [pool.canvas(rng) for _ in range(count)]
+    pictures = [picture_of(canvas) for canvas in canvases]
     found: dict[str, Any] = {"pictures": len(pictures)}
     said = {}
     for kind in (None, "int8"):
         model.enable_image_store(dtype=kind)
-        if of_language:
-            said[kind] = answers(model, processor, questions)
-            found[f"accuracy, {kind or 'plain'}"] = accuracy_by_kind(questions, said[kind])
-        else:
-            said[kind] = _read(model, processor, canvases, pictures)
-            digits, whole = _accuracy(said[kind], canvases)
-            found[f"accuracy, {kind or 'plain'}"] = {"digits": digits, "canvases": whole}
+        said[kind] = _read(model, processor, canvases, pictures)
+        digits, whole = _accuracy(said[kind], canvases)
+        found[f"accuracy, {kind or 'plain'}"] = {"digits": digits, "canvases": whole}
     model.disable_image_store()
     found["answers that differ"] = sum(one != other for one, other in zip(*said.values()))
-    found.update(_differences(model, processor, pictures[:50], prompt))
+    found.update(_differences(model, processor, pictures[:50], PROMPT))
     return found
 
 
 @torch.no_grad()
-def _differences(model: Any, processor: Any, pictures: list, prompt: str | None) -> dict[str, float]:
+def _differences(model: Any, processor: Any, pictures: list, prompt: str) -> dict[str, float]:
     """Bytes and logits of the same text beside images that are kept in both ways: a prompt and the
     model's own answer.
     """
     bytes_of, largest, scale = {None: 0, "int8": 0}, 0.0, 0.0
     for picture in pictures:
-        if prompt is None:
-            chat = [
-                {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "read"}]}
-            ]
-            inputs = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)
-        else:
-            inputs = processor(text=[prompt], images=[picture])
-        inputs = inputs.to(model.device)
+        inputs = processor(text=[prompt], images=[picture]).to(model.device)
         ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)
         logits = []
         for kind in bytes_of:
@@ -209,7 +192,7 @@ def main() -> None:
         "--quick", action="store_true", help="one size and a small model, as a test; its times mean nothing"
     )
     parser.add_argument("--demo", type=Path, metavar="OUTPUT", help="folder of a finished demo")
-    parser.add_argument("--count", type=int, default=500, help="pictures, or questions of each kind (default: 500)")
+    parser.add_argument("--count", type=int, default=500, help="pictures (default: 500)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a JSON file for all figures")
     arguments = parser.parse_args()
     results: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}

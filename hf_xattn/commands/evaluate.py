@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .shared import add_model, add_number, check_least, load_model_and_images
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from ..evaluation.answers import Scores
     from ..evaluation.evaluation import Evaluation
     from ..evaluation.questions import Question
+    from ..modeling_xattn import XAttnForConditionalGeneration
 
 EPILOG = """the same questions are asked again without their pictures and with other pictures of the data; the last line
 of the table is the share that one answer gets, the most frequent one. Intervals are 95 % ones (Wilson). Questions
@@ -49,21 +51,10 @@ def run_eval(arguments: argparse.Namespace) -> None:
         from ..evaluation.card import read_card
 
         read_card(folder)
-    from ..evaluation.evaluation import evaluate
-
-    questions = _questions(arguments)
+    questions = questions_of_data(arguments)
     if arguments.card and not any(each.pictures for each in questions):
         raise ValueError("`--card` writes shares of questions about pictures, and the data has none. Remove it.")
-    model, processor, _ = load_model_and_images(arguments)
-    if getattr(processor, "image_processor", None) is None:
-        raise ValueError(f"Expected a model with a processor, but {arguments.model} was saved without one for images.")
-    found = evaluate(
-        model,
-        processor,
-        questions,
-        batch_size=arguments.batch_size,
-        max_new_tokens=arguments.max_new_tokens,
-    )
+    found, *_ = measure(arguments, questions)
     if arguments.json:
         about: dict[str, Any] = {"model": arguments.model, "data": arguments.data, "questions": len(questions)}
         json.dump({**about, **found.as_dict()}, sys.stdout, indent=2)
@@ -78,7 +69,32 @@ def run_eval(arguments: argparse.Namespace) -> None:
         write_results(folder, found, f"{data.parent.name}/{data.name}{first}")
 
 
-def _questions(arguments: argparse.Namespace) -> list[Question]:
+class Measured(NamedTuple):
+    """What was measured, with the model and the processor that were asked."""
+
+    found: Evaluation
+    model: XAttnForConditionalGeneration
+    processor: Any
+
+
+def measure(arguments: argparse.Namespace, questions: Sequence[Question]) -> Measured:
+    """Loads the model of the command line and asks it."""
+    from ..evaluation.evaluation import evaluate
+
+    model, processor, _ = load_model_and_images(arguments)
+    if getattr(processor, "image_processor", None) is None:
+        raise ValueError(f"Expected a model with a processor, but {arguments.model} was saved without one for images.")
+    found = evaluate(
+        model,
+        processor,
+        questions,
+        batch_size=arguments.batch_size,
+        max_new_tokens=arguments.max_new_tokens,
+    )
+    return Measured(found, model, processor)
+
+
+def questions_of_data(arguments: argparse.Namespace) -> list[Question]:
     """The first `--limit` questions. Raises a `ValueError` that lists the rows that cannot be used."""
     from ..data.forms import CAPTION_PROMPT
     from ..data.loading import load_rows_once

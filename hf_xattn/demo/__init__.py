@@ -1,9 +1,11 @@
-"""The demos: a language model learns to read handwritten digits, offline, in minutes on two CPU cores."""
+"""The demos, which work offline: a tiny model reads handwritten digits, or a language model sees photographs.
+
+Only parts of the second one are here: `hf_xattn/commands/demo_photographs.py` runs it.
+"""
 
 from .canvases import PROMPT
-from .language_run import run_language
 from .report import example_images
 from .run import run
 
 
-__all__ = ["PROMPT", "example_images", "run", "run_language"]
+__all__ = ["PROMPT", "example_images", "run"]

@@ -50,14 +50,13 @@ class DigitPool:
         self.images = (digits.images * (255 / 16)).astype(np.uint8)
         self.labels = digits.target
 
-    def canvas(self, rng: np.random.Generator, count: int | None = None) -> Canvas:
-        """Draws a canvas with `count` digits, at most six, or with one to three.
+    def canvas(self, rng: np.random.Generator) -> Canvas:
+        """Draws a canvas with one to three digits.
 
         The canvas has two rows and six columns of cells, and a cell is one patch. A digit stands anywhere inside its
         cell. No two digits share a column, so the digits have a clear order from left to right.
         """
-        if count is None:
-            count = int(rng.integers(1, len(PLACES) + 1))
+        count = int(rng.integers(1, len(PLACES) + 1))
         chosen = rng.choice(self.indices, count, replace=False)
         columns = np.sort(rng.choice(WIDTH // PATCH, count, replace=False)) * PATCH
         columns += rng.integers(0, PATCH - DIGIT + 1, count)
@@ -86,12 +85,10 @@ def picture_of(canvas: Canvas) -> Image.Image:
 
 
 def patch_labels(canvas: Canvas) -> torch.Tensor:
-    """Returns labels `(2, 12)` for the patches: the digit (10 for background), and the digit's place from the left (3
-    for background, -100 for a digit behind the third).
-    """
+    """Returns labels `(2, 12)` for the patches: the digit (10 for background), and its place from the left (or 3)."""
     labels = torch.stack([torch.full((HEIGHT // PATCH, WIDTH // PATCH), nothing) for nothing in (10, 3)])
     for place, (digit, (row, column)) in enumerate(zip(canvas.digits, canvas.corners)):
-        labels[:, row // PATCH, column // PATCH] = torch.tensor([digit, place if place < len(PLACES) else -100])
+        labels[:, row // PATCH, column // PATCH] = torch.tensor([digit, place])
     return labels.flatten(1)
 
 

@@ -32,9 +32,6 @@ from ..utils.transformers_api import check_tokenizer
 from .canvases import CHAT_TEMPLATE, HEIGHT, PATCH, WIDTH, DigitPool, patch_labels, sentence, to_pixel_values
 
 
-WHERE_SHARE = 0.1  # of "which patch is this" in the tower's loss: a large share costs digits
-FULL_CANVASES = 48  # of the 64 of a step: with one to three digits, few of the patches teach what a digit is
-NOISE = 0.5  # of pixels in [-1, 1], its largest standard deviation
 SMOLLM2 = "smollm2"
 MADE_FROM = "made-from.json"  # written last: source, and every file with its digest
 
@@ -50,19 +47,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def optimize(
-    parameters, steps: int, rate: float, loss_of_step, name: str, clip: float | None = None, warmup: float = 0.1
-) -> None:
-    """AdamW with warm-up in a share of the steps, and a progress bar."""
+def optimize(parameters, steps: int, rate: float, loss_of_step, name: str) -> None:
+    """AdamW with warm-up in a tenth of the steps, and a progress bar."""
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=rate, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=warmup)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
     bar = tqdm(range(steps), desc=name)
     for step in bar:
         loss = loss_of_step(step)
         loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -121,12 +114,8 @@ def make_text_checkpoint(folder: Path, steps: int, seed: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int, where: bool = False) -> None:
-    """Trains a small ViT to predict, for each patch, the digit and the digit's place. Its heads are not saved.
-
-    With `where` it also predicts which patch of the canvas each one is, from noisy canvases, most of which hold a
-    digit in each column. Otherwise its last layer tells the order of the digits, but no longer where they stand.
-    """
+def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int) -> None:
+    """Trains a small ViT to predict, for each patch, the digit and the digit's place. Its heads are not saved."""
     torch.manual_seed(seed + 1)
     config = ViTConfig(
         hidden_size=96,
@@ -137,29 +126,18 @@ def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int,
         patch_size=PATCH,
     )
     tower = AutoModel.from_config(config)
-    num_patches = (HEIGHT // PATCH) * (WIDTH // PATCH)
-    classes = (11, 4, num_patches) if where else (11, 4)
+    classes = (11, 4)
     heads = torch.nn.ModuleList([torch.nn.Linear(config.hidden_size, count) for count in classes])
-    # Most patches are background.
-    weights = [torch.tensor([1.0] * (count - 1) + [0.2]) for count in classes[:2]] + [None]
-    generator = torch.Generator().manual_seed(seed)
-    full = FULL_CANVASES if where else 0
+    weights = [torch.tensor([1.0] * (count - 1) + [0.2]) for count in classes]  # most patches are background
 
     def loss_of_step(step: int) -> torch.Tensor:
-        canvases = [
-            pool.canvas(np.random.default_rng((seed, 2, step, row)), WIDTH // PATCH if row < full else None)
-            for row in range(64)
-        ]
+        canvases = [pool.canvas(np.random.default_rng((seed, 2, step, row))) for row in range(64)]
         pixel_values = torch.cat([to_pixel_values(canvas) for canvas in canvases])
-        labels = [*torch.stack([patch_labels(canvas) for canvas in canvases], dim=1)]
-        if where:
-            labels.append(torch.arange(num_patches).expand(len(canvases), -1))
-            noise = torch.randn(pixel_values[:, :1].shape, generator=generator)  # the same in the three channels
-            pixel_values = pixel_values + NOISE * torch.rand(len(canvases), 1, 1, 1, generator=generator) * noise
+        labels = torch.stack([patch_labels(canvas) for canvas in canvases], dim=1)
         patches = tower(pixel_values=pixel_values).last_hidden_state[:, 1:].flatten(0, 1)  # without the class token
         losses = [
-            share * torch.nn.functional.cross_entropy(head(patches), label.flatten(), weight=weight)
-            for head, label, weight, share in zip(heads, labels, weights, (1, 1, WHERE_SHARE))
+            torch.nn.functional.cross_entropy(head(patches), label.flatten(), weight=weight)
+            for head, label, weight in zip(heads, labels, weights)
         ]
         return torch.stack(losses).sum()
 

@@ -5,27 +5,20 @@ Where it looked is attention, not an explanation.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from ..maps.attention_maps import AttentionMaps, attention_maps
-from ..maps.words import Word, words_of
-from ..processing_xattn import XAttnProcessor
-from .canvases import HEIGHT, PATCH, PROMPT, WIDTH, WORDS, Canvas, picture_of
-from .language_scores import ANSWER_TOKENS, is_right
-from .questions import KINDS, Question, chat
+from .canvases import HEIGHT, PATCH, PROMPT, WIDTH, WORDS, Canvas
 
 
 MARK = "made-by-hf-xattn-demo"  # a file that marks a folder of the demo, which a later run may overwrite
 SHARES = ("right", "attention", "accuracy")  # names of figures that are shares
-# Of the sheet of questions, in pixels.
-MARGIN, GAP, LINE = 16, 6, 20
-PANEL = 4 * WIDTH, 4 * HEIGHT
-CELL = 2 * PANEL[0] + GAP
-# Of the sheets of canvases.
+# Of the sheets of canvases, in pixels.
 SCALED = 5 * WIDTH, 5 * HEIGHT
 SPACE = 10
 
@@ -51,18 +44,18 @@ def undo_prepared(output: Path, existed: bool) -> None:
             output.rmdir()
 
 
-def save_examples(output: Path, canvases: list[Canvas]) -> None:
-    """Saves canvases in place of those of an earlier run."""
+def save_examples(output: Path, pictures: Mapping[str, Image.Image]) -> None:
+    """Saves pictures under their names, in place of those of an earlier run."""
     folder = output / "examples"
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.png"):
         old.unlink()
-    for index, canvas in enumerate(canvases):
-        picture_of(canvas).save(folder / f"{index}-{'-'.join(str(digit) for digit in canvas.digits)}.png")
+    for name, picture in pictures.items():
+        picture.save(folder / f"{name}.png")
 
 
 def example_images(output: str | Path) -> list[Path]:
-    """Returns the held-out canvases that the demo saved. Each file name holds the digits on the canvas."""
+    """Returns the held-out pictures that a demo saved. The name of a canvas holds its digits."""
     return sorted((Path(output) / "examples").glob("*.png"))
 
 
@@ -148,69 +141,14 @@ def draw_attention(path: Path, model, processor, canvases: list[Canvas], picture
         for place, position in enumerate(_naming(maps, canvases[index])):
             x, y = SPACE + place * (SCALED[0] + SPACE), SPACE + row * (SCALED[1] + line + SPACE)
             heat = (grid[position] / grid.max().clamp(min=1e-6) * 200).to(torch.uint8)
-            sheet.paste(_lit(picture, heat, "orange"), (x, y))
+            sheet.paste(lit(picture, heat, "orange"), (x, y))
             word = processor.decode(maps.tokens[row, min(position + 1, maps.tokens.shape[1] - 1)])
             right = word == WORDS[canvases[index].digits[place]]
             pen.text((x + 2, y + SCALED[1] + 2), word, fill="black" if right else "red")
     sheet.save(path)
 
 
-def draw_questions(path: Path, model, processor: XAttnProcessor, questions: list[Question]) -> None:
-    """Draws one question of each kind: the canvas, and again for a word that the image decides (for "read", for three).
-
-    The brighter a patch, the more attention it gets at the position that chooses the word: mean over heads and blocks.
-    The questions are the first ones about as many digits as a canvas can hold.
-    """
-    chosen = [
-        max((each for each in questions if each.kind == kind), key=lambda each: len(each.canvas.digits))
-        for kind in KINDS
-    ]
-    columns, height = 2 * CELL + 3 * MARGIN, PANEL[1] + 2 * LINE + MARGIN
-    rows = 1 + len(chosen) // 2  # the first question takes a row of its own
-    sheet = Image.new("RGB", (columns, MARGIN + rows * height), "white")
-    for index, question in enumerate(chosen):
-        column, row = (0, 0) if index == 0 else ((index - 1) % 2, (index + 1) // 2)
-        corner = MARGIN + column * (CELL + MARGIN), MARGIN + row * height
-        _draw(sheet, corner, model, processor, question, num_words=1 if index else 3)
-    sheet.save(path, optimize=True)
-
-
-def _draw(sheet, corner: tuple[int, int], model, processor, question: Question, num_words: int) -> None:
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=15)
-    left, top = corner
-    picture = picture_of(question.canvas)
-    asked = chat([question.text], picture)
-    inputs = processor.apply_chat_template(asked, tokenize=True, return_dict=True, add_generation_prompt=True)
-    maps = attention_maps(model, inputs.to(model.device), max_new_tokens=ANSWER_TOKENS, do_sample=False)
-    said = maps.tokens[0, maps.num_given :].tolist()
-    text = processor.decode(said, skip_special_tokens=True)
-    colour = "darkgreen" if is_right(question, text) else "red"
-    large = picture.resize(PANEL, Image.Resampling.NEAREST)
-    sheet.paste(large, (left, top + LINE))
-    pen.text((left, top), question.text, fill="black", font=font)
-    pen.text((left, top + LINE + PANEL[1] + 2), text, fill=colour, font=font)
-    grid = maps.grid(layer="mean", head="mean")
-    for place, word in enumerate(decided_words(question, said, processor.tokenizer)[:num_words], start=1):
-        position = maps.num_given + word.tokens.start
-        x = left + place * (PANEL[0] + GAP)
-        heat = grid[position - 1] / grid[position - 1].max().clamp(min=1e-6)
-        sheet.paste(_lit(large, (heat * 190).byte(), "darkorange"), (x, top + LINE))
-        pen.text((x, top + LINE + PANEL[1] + 2), word.text.strip(",."), fill="black", font=font)
-
-
-def _lit(picture: Image.Image, heat: torch.Tensor, colour: str) -> Image.Image:
+def lit(picture: Image.Image, heat: torch.Tensor, colour: str) -> Image.Image:
     """The picture with a colour over it, as strong as the heat: uint8, `(patch rows, patch columns)`."""
     cover = Image.fromarray(heat.numpy()).resize(picture.size, Image.Resampling.NEAREST)
     return Image.composite(Image.new("RGB", picture.size, colour), picture, cover)
-
-
-def decided_words(question: Question, said: list[int], tokenizer) -> list[Word]:
-    """The words of an answer (`said`, its tokens) that the image decides; its first word, if it names no digit.
-
-    These are digit words; in the answer to "where", the word after the digit that was asked for.
-    """
-    words = words_of(said, tokenizer)
-    digits = [index for index, word in enumerate(words) if word.text.strip(",.").lower() in WORDS]
-    if question.kind == "where":
-        digits = [index + 1 for index in digits[-1:] if index + 1 < len(words)]
-    return [words[index] for index in digits] or words[:1]

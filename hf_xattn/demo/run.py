@@ -103,7 +103,8 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
         **_speed(model, processor, pictures[:16], repeats=1 if quick else 3),
         "minutes": (time.perf_counter() - start) / 60,
     }
-    save_examples(output, canvases[:8])
+    named = (f"{index}-{'-'.join(map(str, canvas.digits))}" for index, canvas in enumerate(canvases[:8]))
+    save_examples(output, dict(zip(named, pictures)))
     draw_answers(output / "canvases.png", canvases, pictures, readings)
     draw_attention(output / "attention.png", model, processor, canvases, pictures)
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")

