@@ -15,7 +15,6 @@ from ..learning.sharding import names_of_units
 from ..utils.config_checks import check_positive_number
 from ..utils.quantized_weights import is_quantized
 from .freezing import body_of, part_weights
-from .started_rate import starts_at_zero
 
 
 def parameter_groups(
@@ -92,6 +91,12 @@ def parameter_groups(
             rate, name = (rates[part] * started_rate, f"{name}, started") if slow else (rates[part], name)
             made.append({"params": weights, "lr": rate, "weight_decay": factor, "name": name})
     return made
+
+
+def starts_at_zero(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that start at zero: those of the last projections of blocks."""
+    layers = [layer for layer in model.modules() if getattr(layer, "zero_init", False)]
+    return [weight for layer in layers for weight in layer.parameters()]
 
 
 def _by_part(argument: str, given: Any) -> dict[str, float]:

@@ -14,11 +14,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-
-def starts_at_zero(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that start at zero: those of the last projections of blocks."""
-    layers = [layer for layer in model.modules() if getattr(layer, "zero_init", False)]
-    return [weight for layer in layers for weight in layer.parameters()]
+from .parameter_groups import starts_at_zero
 
 
 def check_started_rate(model: nn.Module, started_rate: float) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from warm_processes import run_ranks
 
 from hf_xattn import retrofit
-from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE
+from hf_xattn.training.run_folder import CHECKPOINTS, OPTIONS_FILE
 
 
 slow = pytest.mark.slow  # a launch more of the same kind

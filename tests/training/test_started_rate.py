@@ -9,7 +9,7 @@ from tiny_models import make_model
 from training_examples import CAPTIONS, write_examples
 
 from hf_xattn import freeze, parameter_groups
-from hf_xattn.training.started_rate import starts_at_zero
+from hf_xattn.training.parameter_groups import starts_at_zero
 
 
 RATE = 1e-3
