@@ -32,7 +32,7 @@ PREFIX_TOKENS = {
     "vit": 1,
     "vit_msn": 1,
 }
-KEEP_POSITIONS = ("identity", "linear", "linear_2d", "mlp", "mlp_2d")  # connectors
+KEEP_POSITIONS = ("identity", "linear", "mlp", "mlp_2d")  # connectors
 
 
 class PatchGrid(NamedTuple):
