@@ -289,8 +289,7 @@ class XAttnConfig(CheckedConfig):
         additional_vocab_in_head (`bool`, defaults to `False`): whether the model can also generate the added tokens.
         source_config (`dict`, *optional*): configuration of the checkpoint that the model was imported from.
         connector_type (`str`, defaults to `"mlp"`): the module that maps vision features to the width of the image
-            tokens: `"identity"`, `"linear"`, `"mlp"`, `"linear_2d"` and `"mlp_2d"` with a code of places,
-            `"perceiver"`, or your own ([`register_connector`]).
+            tokens: `"identity"`, `"linear"`, `"mlp"`, `"mlp_2d"`, `"perceiver"`, or your own ([`register_connector`]).
         connector_options (`dict`, *optional*): of a connector of your own, which reads them.
         vision_feature_select_strategy (`"full"` or `"default"`, defaults to `"full"`): use all tokens of the vision
             tower (`"full"`), or drop the first one, the class token (`"default"`, as in Llava).
@@ -300,7 +299,7 @@ class XAttnConfig(CheckedConfig):
             None: the `hidden_size` of `vision_config`, or the last of its `hidden_sizes`.
         perceiver_config ([`PerceiverConfig`] or `dict`, *optional*): configuration of the `"perceiver"` connector.
         connector_hidden_act (`str`, defaults to `"gelu"`): activation of the `"mlp"` and `"mlp_2d"` connectors.
-        connector_bias (`bool`, defaults to `True`): biases in the linear and mlp connectors.
+        connector_bias (`bool`, defaults to `True`): biases in the `"linear"` and `"mlp"` connectors, and in `"mlp_2d"`.
 
     Raises:
         ValueError: if layers are out of range, if the hidden size of the blocks differs from the decoder's, or

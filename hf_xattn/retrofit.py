@@ -24,7 +24,8 @@ from .configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnCon
 from .decoders.derived import original_class
 from .decoders.quantization import return_quantizer
 from .decoders.text_half import text_half
-from .images.vision import measured_width
+from .images.grid_code import is_square
+from .images.vision import measured_shape
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .utils.architectures import text_num_hidden_layers
 from .utils.architectures import vision_hidden_size as width_of
@@ -52,7 +53,7 @@ def retrofit(
     image_visibility: str = "all",
     additional_vocab_size: int = 0,
     additional_vocab_in_head: bool = False,
-    connector_type: str = "mlp",
+    connector_type: str | None = None,
     connector_options: dict[str, Any] | None = None,
     connector_hidden_act: str = "gelu",
     connector_bias: bool = True,
@@ -80,9 +81,11 @@ def retrofit(
         every (`int`, defaults to 4): without `cross_attention_layers`, layers `every - 1`, `2 * every - 1`, ...
         cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a
             `dict` leaves out follow the decoder's.
-        image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_type,
-            connector_options, connector_hidden_act, connector_bias, vision_feature_select_strategy,
-            vision_feature_layer, vision_hidden_size, perceiver_config: fields of [`XAttnConfig`].
+        connector_type (`str`, *optional*): a field of [`XAttnConfig`]. Default: `"mlp_2d"` if the tower gives a square
+            grid of tokens for its pictures, else `"mlp"`.
+        image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_options,
+            connector_hidden_act, connector_bias, vision_feature_select_strategy, vision_feature_layer,
+            vision_hidden_size, perceiver_config: fields of [`XAttnConfig`].
         load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`, `revision`,
             `trust_remote_code`, ... `gguf_file` is the name of a GGUF file in the folder or repository `text`, whose
             weights are unpacked, in float32 unless `dtype` says otherwise. `attn_implementation` may be a `dict` with
@@ -112,8 +115,12 @@ def retrofit(
     if cross_attention_layers is None:
         cross_attention_layers = every_nth_layer(every, text_num_hidden_layers(text_config))
     vision_config = None if vision is None else vision_config_of(vision, of_vision)
+    shape = None if vision_config is None else measured_shape(vision_config)
     if vision_config is not None and vision_hidden_size is None:
-        vision_hidden_size = _unsaid_width(vision_config)
+        vision_hidden_size = _unsaid_width(vision_config, shape)
+    if connector_type is None:
+        has_places = shape is not None and perceiver_config is None and is_square(shape[0])
+        connector_type = "mlp_2d" if has_places else "mlp"
     if vision_config is not None and connector_type in ("identity", "perceiver"):
         joined = len(vision_feature_layer) if isinstance(vision_feature_layer, (list, tuple)) else 1
         cross_attention = _with_context_size(cross_attention, joined * (vision_hidden_size or width_of(vision_config)))
@@ -222,14 +229,13 @@ def _warn_of_start(config: CrossAttentionConfig) -> None:
         )
 
 
-def _unsaid_width(vision_config: PreTrainedConfig) -> int | None:
+def _unsaid_width(vision_config: PreTrainedConfig, shape: tuple[int, int] | None) -> int | None:
     """The width of a tower's features, where its configuration does not say it, or says another one."""
     try:
         said = width_of(vision_config)
     except ValueError:
         said = None
-    measured = measured_width(vision_config)
-    return None if measured == said else measured
+    return None if shape is None or shape[1] == said else shape[1]
 
 
 def _with_context_size(cross_attention: Any, context_size: int) -> Any:

@@ -2,7 +2,7 @@
 
 python examples/benchmarks/compare_designs.py FRESH --design DESIGN --data SOURCE... --development FOLDER --output FILE
 
-FRESH is a folder of `hf-xattn retrofit`, whose blocks are fresh, or started by words (`--align`; then with
+FRESH is a folder of `hf-xattn retrofit`, whose blocks are fresh, or started by words (`align_connector`; then with
 `--started-rate`, as for `hf-xattn train`). Its text model and its tower are those of all designs:
 
 - `blocks`: the folder's blocks and connector train;

@@ -45,7 +45,7 @@ def run(source: Path, text: str, output: Path, options: argparse.Namespace, tiny
         step(train_tower.main, "python train_tower.py", source, tower, *labels, *(TINY_TOWER if tiny else []))
     layers = [] if options.layers is None else ["--layers", options.layers]
     hf_xattn_step("retrofit", text, "--vision", tower, *layers, "--output", output / "fresh")
-    training = [f"--steps={options.steps}", "--batch-size=16", "--learning-rate=1e-3", "--dtype=bfloat16"]
+    training = [f"--steps={options.steps}", "--batch-size=16", "--dtype=bfloat16"]
     data = ["--data", output / "rows" / "train"]
     hf_xattn_step(
         "train", output / "fresh", *data, "--output", output / "model", *(TINY_TRAINING if tiny else training)

@@ -5,7 +5,7 @@ python examples/scenes/compare_starts.py TEXT TOWER --output FILE [--start NAME 
 TEXT is a language model, TOWER a vision tower such as train_tower.py makes. Blocks and connector learn captions of
 scenes of the training split, in the same order for all starts of a seed:
 
-- `random`: as `hf-xattn retrofit` without `--align`;
+- `random`: as `hf-xattn train --align none`;
 - `connector`: `align_connector(..., blocks=False)`;
 - `blocks`: `align_connector`;
 - `places`: the same with a connector "mlp_2d", which gives image tokens a code of their places;

@@ -8,7 +8,7 @@ its questions: other --rows or --shards give the same ones, more or fewer of the
 
 With --chats the questions about a picture are one row, a chat. With --captions OUTPUT gets the same pictures with one
 caption each, `file_name` and `text`, in place of questions. With --statements the text says what can be asked of the
-picture, in the words of answers. Both are for training and for `hf-xattn retrofit --align OUTPUT`.
+picture, in the words of answers. Both are for training, and for `hf-xattn train --align OUTPUT`.
 """
 
 import argparse

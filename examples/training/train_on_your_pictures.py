@@ -53,14 +53,14 @@ if __name__ == "__main__":
             folder = Path(name)
             make_chat_model(folder)
             data = make_folder(folder / "data")
-            # The small model has random weights, so all are trained. With a real model, leave out the last three
-            # options.
+            # The small model has random weights, so all are trained, at one rate. With a real model, leave out the
+            # last four options.
             main(
                 str(folder / "model"),
                 str(data),
                 str(folder / "trained"),
                 *("--steps", "60", "--batch-size", "4", "--eval-data", str(data), "--eval-steps", "20"),
-                *("--train-text", "--train-vision", "--learning-rate=0.003"),
+                *("--train-text", "--train-vision", "--align=none", "--learning-rate=0.003"),
             )
             model = AutoModelForImageTextToText.from_pretrained(folder / "trained")
             processor = AutoProcessor.from_pretrained(folder / "trained")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
+from typing import Any
 
 from .shared import (
     DTYPES,
@@ -17,7 +18,10 @@ from .shared import (
 )
 
 
-CONNECTOR = "from the tower's features to image tokens; mlp_2d adds a code of each token's place (default: mlp)"
+CONNECTOR = (
+    "from the tower's features to image tokens; mlp_2d adds a code of each token's place (default: mlp_2d where "
+    "pictures are square, else mlp)"
+)
 
 
 def register_retrofit(commands: argparse._SubParsersAction) -> None:
@@ -34,7 +38,7 @@ def register_retrofit(commands: argparse._SubParsersAction) -> None:
         metavar="I,J,...",
         help="put blocks in front of these layers instead, counted from 0 (3,3 puts two in front of layer 3)",
     )
-    parser.add_argument("--connector", choices=("linear", "linear_2d", "mlp", "mlp_2d"), help=CONNECTOR)
+    parser.add_argument("--connector", choices=("linear", "mlp", "mlp_2d"), help=CONNECTOR)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the new model")
     parser.add_argument("--gguf-file", metavar="NAME", help="name of a GGUF file in the folder or repository TEXT")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
@@ -71,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> None:
         arguments.vision,
         cross_attention_layers=arguments.layers,
         every=arguments.every,
-        connector_type=arguments.connector or "mlp",
+        connector_type=arguments.connector or _connector_for(processor),
         dtype=arguments.dtype,
         gguf_file=arguments.gguf_file,
         **hub,
@@ -92,6 +96,17 @@ def _run(arguments: argparse.Namespace) -> None:
         print(f"Next, to see: hf-xattn retrofit {shlex.quote(arguments.text)} --vision V --output DIR")
     else:
         print(f"Next: hf-xattn train {shlex.quote(str(output))} --data PICTURES --output TRAINED")
+
+
+def _connector_for(processor: Any) -> str | None:
+    """`"mlp"` if pictures keep their shape, so that tokens have no places in a square; else what `retrofit` takes."""
+    from PIL import Image
+
+    images = getattr(processor, "image_processor", None)
+    if images is None:
+        return None
+    pixels = images(Image.new("RGB", (640, 480)), return_tensors="pt")["pixel_values"]
+    return None if pixels.shape[-1] == pixels.shape[-2] else "mlp"
 
 
 def only_in_python(words: list[str]) -> str:

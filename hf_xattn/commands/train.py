@@ -132,7 +132,9 @@ def run_train(arguments: argparse.Namespace) -> None:
     # The first process makes the folder, perhaps before the others come here.
     if not arguments.resume and is_first_process():
         new_folder(arguments.output)
-    from ..training.training_run import OPTIONS_FILE, TrainingOptions, train
+    from ..training.run_folder import OPTIONS_FILE
+    from ..training.training_options import TrainingOptions
+    from ..training.training_run import train
 
     options = {name: value for name, value in vars(arguments).items() if name not in ("command", "run", "resume")}
     checked = TrainingOptions(**options)

@@ -40,22 +40,14 @@ def mlp(config: XAttnConfig) -> list[nn.Module]:
         ]
 
 
-def linear_2d(config: XAttnConfig) -> list[nn.Module]:
-    return [*linear(config), _grid_code(config)]
-
-
 def mlp_2d(config: XAttnConfig) -> list[nn.Module]:
-    return [*mlp(config), _grid_code(config)]
-
-
-def _grid_code(config: XAttnConfig) -> GridCode:
-    tower, name = config.vision_config, config.connector_type
+    tower = config.vision_config
     if tower is not None and tower.model_type in TILED_VISION_TYPES:
         raise ValueError(
-            f"Expected a vision tower of whole pictures for `connector_type={name!r}`, got {tower.model_type!r}, which "
-            f"reads tiles and has codes of their places. Use {name.removesuffix('_2d')!r}."
+            f"Expected a vision tower of whole pictures for `connector_type='mlp_2d'`, got {tower.model_type!r}, which "
+            "reads tiles and has codes of their places. Use 'mlp' or 'linear'."
         )
-    return GridCode(name)
+    return [*mlp(config), GridCode()]
 
 
 def perceiver(config: XAttnConfig) -> list[nn.Module]:
@@ -64,7 +56,7 @@ def perceiver(config: XAttnConfig) -> list[nn.Module]:
         return [PerceiverResampler(config.perceiver_config)]
 
 
-for _connector in (identity, linear, linear_2d, mlp, mlp_2d, perceiver):
+for _connector in (identity, linear, mlp, mlp_2d, perceiver):
     CONNECTORS.register(_connector.__name__, _connector)
 
 
@@ -72,9 +64,9 @@ class XAttnConnector(PreTrainedModel):
     """Maps `(..., tokens, vision_hidden_size)` to `(..., tokens, context_size)`.
 
     `"identity"` returns the features. `"linear"` is one layer, `"mlp"` two layers with an activation in between;
-    `"linear_2d"` and `"mlp_2d"` add a code of places to what these give. `"perceiver"` is a perceiver resampler, which
-    returns fewer tokens. Others are registered (`utils/parts.py`). As a `PreTrainedModel` the connector is initialised
-    by its own `_init_weights` inside any model (see [`GatedCrossAttentionBlock`]).
+    `"mlp_2d"` adds a code of places to what these give. `"perceiver"` is a perceiver resampler, which returns fewer
+    tokens. Others are registered (`utils/parts.py`). As a `PreTrainedModel` the connector is initialised by its own
+    `_init_weights` inside any model (see [`GatedCrossAttentionBlock`]).
     """
 
     config_class = XAttnConfig

@@ -19,20 +19,18 @@ WAVES = 4  # along each axis: the first has half a period in the picture, so it 
 SIZE = 0.35  # root mean square of the code; that of image tokens is about 1
 
 
+def is_square(count: int) -> bool:
+    """Whether tokens are those of a square picture, behind a class token or none."""
+    return count - int(count**0.5) ** 2 in (0, 1)
+
+
 class GridCode(nn.Module):
     """Adds the code of its place to each image token `(..., tokens, width)` of a square picture, row by row.
 
     Channels take turns: axis `channel % 2`, rows first, and wave `k = channel // 2 % 4 + 1`. The code of place p of n
     is `0.35 * sqrt(2) * cos(pi * k * (p + 1/2) / n)`, as in the discrete cosine transform (DCT-II). A class token in
     front of the patches gets none.
-
-    Args:
-        connector (`str`): the `connector_type` that it is of, for errors.
     """
-
-    def __init__(self, connector: str = "mlp_2d"):
-        super().__init__()
-        self.connector = connector
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         count, width = tokens.shape[-2:]
@@ -41,8 +39,7 @@ class GridCode(nn.Module):
         if class_token not in (0, 1):
             raise ValueError(
                 "Expected the tokens of a square picture, row by row, behind a class token or none, for "
-                f"`connector_type={self.connector!r}`, got {count} tokens. For other towers and sizes use "
-                f"{self.connector.removesuffix('_2d')!r}."
+                f"`connector_type='mlp_2d'`, got {count} tokens. For other towers and sizes use 'mlp'."
             )
         channel = torch.arange(width, device=tokens.device)
         place = torch.arange(side**2, device=tokens.device)
@@ -68,9 +65,8 @@ def check_square(config: XAttnConfig, pictures: torch.Tensor) -> None:
     if image tokens get its code.
     """
     height, width = pictures.shape[-2:]
-    name = config.connector_type
-    if name in ("linear_2d", "mlp_2d") and height != width:
+    if config.connector_type == "mlp_2d" and height != width:
         raise ValueError(
-            f"Expected square pictures for `connector_type={name!r}`, got a height of {height} and a width of {width}. "
-            f"Have the image processor crop or resize to a square, or use {name.removesuffix('_2d')!r}."
+            f"Expected square pictures for `connector_type='mlp_2d'`, got a height of {height} and a width of {width}. "
+            "Have the image processor crop or resize to a square, or use 'mlp'."
         )

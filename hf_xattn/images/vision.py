@@ -47,8 +47,8 @@ def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
     return build_part(AutoModel, config)
 
 
-def measured_width(config: PreTrainedConfig) -> int | None:
-    """Returns the width of the `last_hidden_state` of a tower with this configuration, found with a blank image.
+def measured_shape(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Returns the number and the width of the tokens that a tower with this configuration gives a blank image.
 
     The tower has no weights: it runs on the meta device. Returns None for a tower that does not run there, or of tiles.
     """
@@ -61,7 +61,7 @@ def measured_width(config: PreTrainedConfig) -> int | None:
             shape = run_tower(tower, pixels, None).last_hidden_state.shape  # type: ignore[union-attr]
     except Exception:  # code of a tower that reads values, such as those of a mask
         return None
-    return shape[1] if len(shape) == 4 else shape[-1]
+    return (shape[2] * shape[3], shape[1]) if len(shape) == 4 else (shape[-2], shape[-1])
 
 
 def is_tiled(config: PreTrainedConfig) -> bool:

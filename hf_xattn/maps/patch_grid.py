@@ -36,7 +36,7 @@ PREFIX_TOKENS = {
 # Convolutional towers: a token is a place of the last map of features. Their strides differ with the configuration.
 CONVOLUTIONAL = ("convnext", "convnextv2", "efficientnet", "mobilenet_v1", "mobilenet_v2", "regnet", "resnet")
 STRIDES = tuple(2**power for power in range(8))
-KEEP_POSITIONS = ("identity", "linear", "linear_2d", "mlp", "mlp_2d")  # connectors
+KEEP_POSITIONS = ("identity", "linear", "mlp", "mlp_2d")  # connectors
 
 
 class PatchGrid(NamedTuple):

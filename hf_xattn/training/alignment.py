@@ -37,7 +37,7 @@ from .vision_features import tower_of
 from .word_states import told_apart, word_states
 
 
-SOLVED = ("linear", "linear_2d", "mlp", "mlp_2d")  # connectors whose last layer is one of weights alone
+SOLVED = ("linear", "mlp", "mlp_2d")  # connectors whose last layer is one of weights alone
 PASSES = 3  # in which words are given to patches
 SHARPER = 2.0  # power of a patch's share of a word
 MOST_LARGER = 10.0  # times that a word is made larger at most: what is wrong in it grows too
@@ -64,11 +64,12 @@ def align_connector(
 ) -> ConnectorAlignment:
     """Starts the connector and the blocks of a fresh model by the words of captions or answers, in place.
 
-    The last linear layer of a linear or mlp connector becomes the ridge regression from the features of each image
-    token to the text model's hidden states, in front of the first block, at the words of the picture's text; each word
-    goes to the tokens that are most like it. The blocks start so that text attends to the tokens of the words that it
-    reads (see `block_start.py`); their output projections, the tower and the text model stay as they are. Rows without
-    a picture are passed over; rows about the same pictures that stand together count as one.
+    The last linear layer of a `"linear"`, `"mlp"` or `"mlp_2d"` connector becomes the ridge regression from the
+    features of each image token to the text model's hidden states, in front of the first block, at the words of the
+    picture's text; each word goes to the tokens that are most like it. The blocks start so that text attends to the
+    tokens of the words that it reads (see `block_start.py`); their output projections, the tower and the text model
+    stay as they are. Rows without a picture are passed over; rows about the same pictures that stand together count as
+    one.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): with a vision tower. Changed in place.

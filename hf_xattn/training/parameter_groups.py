@@ -12,6 +12,7 @@ from ..decoders.activation_wrappers import WRAPPED, unwrapped
 from ..decoders.insertion import PARTS
 from ..learning.lost_updates import HALF, warn_of_lost_updates
 from ..learning.sharding import names_of_units
+from ..utils.config_checks import check_positive_number
 from ..utils.quantized_weights import is_quantized
 from .freezing import body_of, part_weights
 
@@ -21,6 +22,7 @@ def parameter_groups(
     learning_rate: float | Mapping[str, float],
     weight_decay: float | Mapping[str, float] = 0.0,
     include_frozen: bool = False,
+    started_rate: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Returns groups for an optimizer of torch: `torch.optim.AdamW(parameter_groups(model, 1e-4, 0.1))`.
 
@@ -39,26 +41,30 @@ def parameter_groups(
         include_frozen (`bool`, defaults to `False`): also parameters that are frozen now, for a [`FreezeSchedule`] that
             thaws them later. An optimizer passes over them until they have gradients, and needs no memory for them.
             Quantized weights are left out.
+        started_rate (`float`, defaults to 1.0): share of the learning rate for weights that do not start at zero, as
+            after [`align_connector`]: all but the last projections of blocks (see `training/started_rate.py`).
 
     Returns:
         `list[dict]`: groups with `params`, `lr`, `weight_decay` and `name`. No group is empty.
 
     Raises:
         TypeError: for a model without blocks, or a rate that is no number.
-        ValueError: for a negative or infinite rate, an unknown part, a part that trains without a learning rate, a
-            weight that trains in no part (the prompts of PEFT's prompt tuning), or if nothing trains.
+        ValueError: for a negative or infinite rate or share, an unknown part, a part that trains without a learning
+            rate, a weight that trains in no part (the prompts of PEFT's prompt tuning), or if nothing trains.
     """
     rates, decays = _by_part("learning_rate", learning_rate), _by_part("weight_decay", weight_decay)
-    groups: dict[tuple[str, bool], list[nn.Parameter]] = {
-        (part, decay): [] for part in PARTS for decay in (True, False)
+    check_positive_number("started_rate", started_rate)
+    groups: dict[tuple[str, bool, bool], list[nn.Parameter]] = {
+        (part, decay, slow): [] for part in PARTS for decay in (True, False) for slow in (False, True)
     }
-    known = set()
-    for part, name, weight, owner in part_weights(model):
+    of_parts = list(part_weights(model))
+    known, new = set(), {id(weight) for weight in starts_at_zero(model)}
+    for part, name, weight, owner in of_parts:
         known.add(id(weight))
         # Gates, norms and most biases are vectors; experts have a matrix of biases.
         decay = weight.ndim > 1 and not name.endswith("bias") and "norm" not in type(owner).__name__.lower()
         if weight.requires_grad or (include_frozen and not is_quantized(weight)):
-            groups[part, decay].append(weight)
+            groups[part, decay, started_rate != 1.0 and id(weight) not in new].append(weight)
     others = [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in known]
     if others:
         raise ValueError(
@@ -67,18 +73,30 @@ def parameter_groups(
         )
     if not any(groups.values()):
         raise ValueError("`model` has no parameter that trains. Call `hf_xattn.freeze(model, ...)` first.")
-    missing = sorted({part for (part, _), weights in groups.items() if weights} - rates.keys(), key=PARTS.index)
+    missing = sorted({part for (part, *_), weights in groups.items() if weights} - rates.keys(), key=PARTS.index)
     if missing:
         raise ValueError(f"`learning_rate`: expected a rate for each part that trains, got none for {missing}.")
-    warn_of_lost_updates(
-        {part: (groups[part, True] + groups[part, False], rates[part]) for part in PARTS if part in rates}
-    )
+    for slow, share in ((False, 1.0), (True, started_rate)):
+        warn_of_lost_updates(
+            {
+                part: (groups[part, True, slow] + groups[part, False, slow], rates[part] * share)
+                for part in PARTS
+                if part in rates
+            }
+        )
     made = []
-    for (part, decay), weights in groups.items():
+    for (part, decay, slow), weights in groups.items():
         factor, name = (decays.get(part, 0.0), part) if decay else (0.0, f"{part}, no decay")
         if weights:
-            made.append({"params": weights, "lr": rates[part], "weight_decay": factor, "name": name})
+            rate, name = (rates[part] * started_rate, f"{name}, started") if slow else (rates[part], name)
+            made.append({"params": weights, "lr": rate, "weight_decay": factor, "name": name})
     return made
+
+
+def starts_at_zero(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that start at zero: those of the last projections of blocks."""
+    layers = [layer for layer in model.modules() if getattr(layer, "zero_init", False)]
+    return [weight for layer in layers for weight in layer.parameters()]
 
 
 def _by_part(argument: str, given: Any) -> dict[str, float]:

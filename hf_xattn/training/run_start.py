@@ -18,7 +18,7 @@ from ..utils.quantized_weights import is_quantized
 from .alignment import align_connector
 from .freezing import body_of
 from .launch import is_first_process, num_processes, say
-from .started_rate import starts_at_zero
+from .parameter_groups import starts_at_zero
 
 
 BY_WORDS, AT_RANDOM, TRAINED = "by words", "at random", "trained"

@@ -14,16 +14,12 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-
-def starts_at_zero(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that train and start at zero: those of the last projections of blocks."""
-    layers = [layer for layer in model.modules() if getattr(layer, "zero_init", False)]
-    return [weight for layer in layers for weight in layer.parameters() if weight.requires_grad]
+from .parameter_groups import starts_at_zero
 
 
 def check_started_rate(model: nn.Module, started_rate: float) -> None:
     """Raises a `ValueError` for a share that would slow all weights, because none starts at zero."""
-    if started_rate != 1.0 and not starts_at_zero(model):
+    if started_rate != 1.0 and not any(weight.requires_grad for weight in starts_at_zero(model)):
         raise ValueError(
             "`--started-rate`: expected a model whose output projections start at zero, got one with `zero_init=False`."
         )

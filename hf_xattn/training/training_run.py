@@ -6,10 +6,8 @@ and data. Of several processes, each trains on its share of each batch, and the 
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +20,10 @@ from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
 from ..utils.projection import multiplies_natively
 from ..utils.quantized_weights import check_trainable
-from ..utils.whole_folder import replace_file
 from .answer_spans import ends_of_turns
 from .bad_rows import BAD_ROWS_FILE, SKIP, RowReader, StopsAtLimit
 from .collator import XAttnDataCollator
-from .complete_checkpoints import STATE, find_checkpoints, step_of
+from .complete_checkpoints import STATE, step_of
 from .distillation import DistillingCollator, DistillingTrainer
 from .freezing import freeze
 from .kept_text import KEPT_TEXT_FILE, digest_of_rows, text_rows
@@ -34,22 +31,17 @@ from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quie
 from .parameter_groups import train_in_float32
 from .picture_use import PictureUse, PictureUseCallback
 from .run_data import RunData
+from .run_folder import CHECKPOINTS, KEPT, check_resumed, last_checkpoint, write_options
 from .run_start import TRAINED, Rates, rates_of, start
 from .started_rate import check_started_rate
-from .training_options import NONE, TrainingOptions, option_of
+from .training_options import TrainingOptions
 from .vision_features import VisionFeatures
 
 
-OPTIONS_FILE = "training.json"
-UNFINISHED = f".{OPTIONS_FILE}.part"  # the options while they are written
-CHECKPOINTS = "checkpoints"
 SLOW_HALF = (
     "The frozen weights are in bfloat16, in which this CPU does not compute: a step takes many times as long as with "
     "`--dtype float32`."
 )
-# How a run was launched, in the words of an error: `Trainer` reads other batches if it differs.
-KEPT = "kept_text"  # the name of the digest of the text model's answers in the options
-LAUNCHED = {"processes": "process(es)", "gpus": "GPU(s) for a process"}
 WRAPPED = "_checkpoint_wrapped_module"  # torch's name of a layer inside its checkpoint wrapper
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's name of a model's folder in a checkpoint of FSDP with SHARDED_STATE_DICT
 
@@ -66,16 +58,13 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         say(ALONE)
     data = RunData(options)
     saved = options.saved(data.fingerprints())
-    earlier = _check_resumed(options.output, saved) if resume else {}
+    earlier = check_resumed(options.output, saved) if resume else {}
     if KEPT in earlier:
         saved[KEPT] = earlier[KEPT]
     hub = {"trust_remote_code": options.trust_remote_code}
     processor = _processor(options.model, **hub)
     features = None if options.features is None else VisionFeatures.before_weights(options.features)
-    collators = [
-        XAttnDataCollator(processor, max_length=options.max_length, padding_side="right", features=each)
-        for each in (features, None)
-    ]
+    collators = _collators(options, processor, features)
     data.check(*collators)
     data.say()
     if num_processes() > 1:
@@ -87,22 +76,22 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     dtypes = _prepare(model, options)
     if is_first_process():
         options.output.mkdir(parents=True, exist_ok=True)
-        _write_options(options.output, saved)
+        write_options(options.output, saved)
         data.write_bad_rows()
     if data.prompts:
         _mix_texts(data, model, processor, DistillingCollator(collators[0]), saved)
-    checkpoint = _last_checkpoint(options.output) if resume else None
+    checkpoint = last_checkpoint(options.output) if resume else None
     if resume:
         say("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
     before = 0 if checkpoint is None else step_of(checkpoint)
     arguments = _arguments(options, data, half)
-    if checkpoint is None:
+    if checkpoint is not None:
+        saved["start"] = earlier.get("start", TRAINED)
+    else:
         reads = processor if features is None else features.reader(processor)
         saved["start"] = start(model, reads, data.to_align(*collators), arguments.device)
         if is_first_process():
-            _write_options(options.output, saved)
-    else:
-        saved["start"] = earlier.get("start", TRAINED)
+            write_options(options.output, saved)
     rates = rates_of(saved["start"], options.learning_rate, options.started_rate)
     arguments.learning_rate = rates.learning_rate
     finished = before >= arguments.max_steps
@@ -124,15 +113,31 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     if data.others is not None:
         say(f"evaluation loss {_last_evaluation(trainer):.4f}")
     _save(model, processor, trainer, options, dtypes, use_cache)
-    if not is_first_process():
-        return
-    write_model_card(model, options.output, trainer, training=_facts(options, data, use.last, saved["start"], rates))
-    _write_options(options.output, {**saved, "complete": True})
+    if is_first_process():
+        write_model_card(
+            model, options.output, trainer, training=_facts(options, data, use.last, saved["start"], rates)
+        )
+        write_options(options.output, {**saved, "complete": True})
+        _tell(options, data, [] if finished else trainer.state.log_history, before)
+
+
+def _collators(
+    options: TrainingOptions, processor: XAttnProcessor, features: VisionFeatures | None
+) -> list[XAttnDataCollator]:
+    """The collator of the run, and one that reads pictures in memory, where that one needs files."""
+    return [
+        XAttnDataCollator(processor, max_length=options.max_length, padding_side="right", features=each)
+        for each in (features, None)
+    ]
+
+
+def _tell(options: TrainingOptions, data: RunData, history: list[dict[str, Any]], before: int) -> None:
+    """Says what a run has left, and its last loss if it had steps to train after the `before` ones."""
     say(f"saved to {options.output}")
     if bad := data.bad_rows().count():
         say(f"{bad} bad row(s) were left out: {options.output / BAD_ROWS_FILE} has the reasons")
-    if not finished:
-        say(_last_loss(trainer.state.log_history, before, options.log_steps))
+    if history:
+        say(_last_loss(history, before, options.log_steps))
 
 
 def _mix_texts(
@@ -158,7 +163,7 @@ def _mix_texts(
         )
     data.mix(texts)
     if is_first_process():
-        _write_options(output, saved)
+        write_options(output, saved)
 
 
 def _check_reports(names: list[str]) -> None:
@@ -298,53 +303,6 @@ def _facts(options: TrainingOptions, data: RunData, use: PictureUse | None, star
         facts[f"loss of {of}, with their picture"] = f"{use.own:.3f}"
         facts[f"loss of {of}, with the picture of another row"] = f"{use.another:.3f}"
     return facts
-
-
-def _check_resumed(output: Path, saved: dict[str, Any]) -> dict[str, Any]:
-    """Returns what was saved of a run. Raises a `ValueError` if there is none, or one with other options or data."""
-    file = output / OPTIONS_FILE
-    if not file.is_file():
-        if (output / UNFINISHED).is_file():  # killed before anything was trained
-            return {}
-        raise ValueError(f"`--resume` found no run in {output}: it has no {OPTIONS_FILE}. Start without `--resume`.")
-    # What runs of earlier versions, which did not save these options, have done.
-    unsaid = {"processes": 1, "gpus": saved["gpus"], "started_rate": 1.0, "align": NONE, "text_share": 0.0}
-    before = {**unsaid, **json.loads(file.read_text())}
-    if before.get("complete"):
-        raise ValueError(f"`--resume`: the run in {output} is complete, so there is nothing to resume.")
-    for name, value in saved.items():
-        if before.get(name) == value:
-            continue
-        if name == "fingerprints":
-            raise ValueError(
-                f"`--resume`: expected the data of the run in {output}, got other data. Start in a new folder."
-            )
-        if name in LAUNCHED:
-            raise ValueError(
-                f"`--resume`: expected {before[name]} {LAUNCHED[name]}, as in the run in {output}, got {value}, which "
-                "would train on other batches. Launch it in the same way, or start in a new folder."
-            )
-        raise ValueError(
-            f"`--resume`: expected {option_of(name)} to be {before.get(name)!r}, as in the run in {output}, got "
-            f"{value!r}. Use the same value, or start in a new folder."
-        )
-    return before
-
-
-def _write_options(output: Path, saved: dict[str, Any]) -> None:
-    """Writes the options under another name first: a run that is killed meanwhile leaves no half of a file."""
-    (output / UNFINISHED).write_text(json.dumps(saved, indent=2) + "\n")
-    replace_file(output / UNFINISHED, output / OPTIONS_FILE)
-
-
-def _last_checkpoint(output: Path) -> Path | None:
-    """Returns the last complete checkpoint. `Trainer` writes over the others when it reaches their steps again."""
-    found = find_checkpoints(output / CHECKPOINTS, num_processes())
-    for path, reason in found.skipped:
-        say(f"{path} is skipped: it is not complete ({reason}).")
-        if is_first_process():  # or a folder that is killed a second time would look complete, with files of both times
-            (path / STATE).unlink(missing_ok=True)
-    return found.last
 
 
 def _tie(weights: dict[str, torch.Tensor], model: XAttnForConditionalGeneration) -> None:

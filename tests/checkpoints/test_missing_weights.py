@@ -24,7 +24,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit
 from hf_xattn.checkpoints.folders import MANIFEST, WEIGHTS
 from hf_xattn.commands.main import main
-from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE
+from hf_xattn.training.run_folder import CHECKPOINTS, OPTIONS_FILE
 
 
 LOADERS = (

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel, retrofit
 from hf_xattn.commands.main import main
-from hf_xattn.training.training_run import OPTIONS_FILE
+from hf_xattn.training.run_folder import OPTIONS_FILE
 from hf_xattn.utils.custom_code import UnreadConfig
 
 

@@ -70,7 +70,7 @@ def test_features_of_a_convolutional_tower_keep_their_places(folder):
     """Channels read as places, or places in another order than the blocks read them in."""
     tower = ResNetModel(ResNetConfig(embedding_size=4, hidden_sizes=[4, 6], depths=[1, 1], layer_type="basic")).eval()
     text = AutoModelForCausalLM.from_pretrained(folder / "text", dtype=torch.float32)
-    seeing = retrofit(text, tower, every=2).eval()
+    seeing = retrofit(text, tower, every=2, connector_type="mlp").eval()
     features = Features(tower, (224, 112))
     pixels = torch.rand(2, 3, 224, 112)
     with torch.no_grad():

@@ -31,7 +31,7 @@ from hf_xattn.demo.photographs.things import read_table
 from hf_xattn.demo.photographs.tower import PACKAGE, make_tower
 from hf_xattn.evaluation.questions import Question
 from hf_xattn.maps.words import words_of
-from hf_xattn.training.training_run import OPTIONS_FILE
+from hf_xattn.training.run_folder import OPTIONS_FILE
 
 
 THINGS = read_table()

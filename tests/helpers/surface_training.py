@@ -152,6 +152,7 @@ SURFACES = {
             "learning_rate": value(none=None, kind="fast", size=-1.0, dtype={"text": "fast"}),
             "weight_decay": value(none=None, kind="none", size=float("inf"), dtype={"tower": 0.1}),
             "include_frozen": switch(),
+            "started_rate": value(none=None, kind="slow", size=-1.0, dtype=float("nan")),
         },
     ),
     "check_images": Surface(

@@ -122,7 +122,7 @@ def test_places_of_a_convolutional_tower(name):
             module.momentum = 1.0  # to know the sizes of random features after one forward
     height, width = 256, 384
     tower.train()(torch.rand(4, 3, height, width))
-    model = retrofit(make_text(), tower.eval(), every=2)
+    model = retrofit(make_text(), tower.eval(), every=2, connector_type="mlp")
     pictures = torch.rand(2, 1, 3, height, width)
     pictures[1] = pictures[0]
     pictures[1, ..., 180:240, 70:130] = torch.rand(3, 60, 60) + 0.5  # in the lower left

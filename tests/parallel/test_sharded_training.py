@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from warm_processes import run_ranks
 
 from hf_xattn import retrofit
-from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE
+from hf_xattn.training.run_folder import CHECKPOINTS, OPTIONS_FILE
 
 
 slow = pytest.mark.slow  # a launch more of the same kind
@@ -25,7 +25,7 @@ RANKS = HELPERS / "train_ranks.py"
 ALL = ["--train-text", "--train-vision"]
 CASES = {
     # name: (dtype, options of the command, options of FSDP)
-    "frozen base": ("float32", ["--eval-share", "0.25"], {}),
+    "frozen base": ("float32", ["--eval-data", "held out"], {}),
     "all trains": ("bfloat16", ALL, {"state_dict_type": "sharded_state_dict", "checkpointing": True}),
     # Half of the batches have no text of this kind, and their process must gather weights all the same.
     "texts beside pictures": ("float32", ["--distill-text", "2"], {}),
@@ -37,6 +37,7 @@ FIXED = "--epochs 2 --save-steps 2 --log-steps 3 --learning-rate 0.01 --text-sha
 def arguments(desk, case, batch_size, name):
     dtype, options, _ = CASES[case]
     data = desk / ("texts" if "--distill-text" in options else "data")
+    options = [desk / option if option == "held out" else option for option in options]
     paths = (desk / dtype, "--data", data, "--output", desk / f"{case} {name}")
     return [str(part) for part in (*paths, *FIXED, *options, "--batch-size", batch_size)]
 
@@ -58,6 +59,9 @@ def desk(tmp_path_factory):
     write_examples(
         folder / "data", [{**line, "text": line["text"] * (1 + index % 3)} for index, line in enumerate(CAPTIONS)]
     )
+    # `Trainer` takes the mean of the means of batches, which is the same for other batches if answers are equally long.
+    held_out = [{"file_name": f"{colour}.png", "text": "a red circle."} for colour in ("red", "blue")]
+    write_examples(folder / "held out", held_out)
     text = {"question": "what ?", "answer": "a red circle."}
     write_examples(folder / "texts", [*CAPTIONS[:4], *[text] * 4])
     return folder

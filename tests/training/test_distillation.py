@@ -19,7 +19,7 @@ from hf_xattn.data.pictures import picture_parts
 from hf_xattn.training import distillation, run_data
 from hf_xattn.training.bad_rows import BadRowsFile, Place
 from hf_xattn.training.distillation import DistillingCollator, DistillingReader, DistillingTrainer
-from hf_xattn.training.training_run import CHECKPOINTS
+from hf_xattn.training.run_folder import CHECKPOINTS
 
 
 TEXTS = [

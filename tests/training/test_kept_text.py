@@ -17,7 +17,7 @@ from warm_processes import run_ranks
 from hf_xattn.training import kept_text
 from hf_xattn.training.bad_rows import RowReader, resolved
 from hf_xattn.training.kept_text import KEPT_TEXT_FILE, PROMPTS, read_prompts
-from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE
+from hf_xattn.training.run_folder import CHECKPOINTS, OPTIONS_FILE
 
 
 ASKED = ["what is two and two ?", "a circle ?", "user ?", "what ?", "a blue square ?"]

@@ -16,7 +16,7 @@ from template_models import save_chat_model
 from training_examples import CAPTIONS, write_examples
 
 from hf_xattn.training import launch
-from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE
+from hf_xattn.training.run_folder import CHECKPOINTS, OPTIONS_FILE
 
 
 # Loaded by each process when it starts: notes which files of the run it opens to write.

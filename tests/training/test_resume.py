@@ -18,7 +18,7 @@ from warm_processes import KILLED, call, start
 
 from hf_xattn import last_complete_checkpoint
 from hf_xattn.training.complete_checkpoints import find_checkpoints
-from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE, UNFINISHED
+from hf_xattn.training.run_folder import CHECKPOINTS, OPTIONS_FILE, UNFINISHED
 
 
 slow = pytest.mark.slow  # a file more of the same kind
@@ -74,7 +74,7 @@ def check_same(folder, whole):
         ("state", 3, 4, "trainer_state.json is cut off"),
         pytest.param("removal", 1, 6, None, marks=slow),
         pytest.param("weights", 6, 10, None, marks=slow),  # of the trained model, after the last checkpoint
-        ("options", 2, 10, None),
+        ("options", 3, 10, None),
     ],
 )
 def test_killed(moment, number, before, skipped, arguments, whole, tmp_path):

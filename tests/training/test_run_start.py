@@ -14,7 +14,7 @@ from warm_processes import run_ranks
 
 from hf_xattn import align_connector, load_rows
 from hf_xattn.training import run_data
-from hf_xattn.training.training_run import OPTIONS_FILE
+from hf_xattn.training.run_folder import OPTIONS_FILE
 
 
 ADDED = re.compile(r"connector|cross_attention_block")

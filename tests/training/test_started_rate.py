@@ -5,7 +5,11 @@ import torch
 from command_runs import interrupted, run_training
 from safetensors.torch import load_file
 from template_models import save_chat_model
+from tiny_models import make_model
 from training_examples import CAPTIONS, write_examples
+
+from hf_xattn import freeze, parameter_groups
+from hf_xattn.training.parameter_groups import starts_at_zero
 
 
 RATE = 1e-3
@@ -62,3 +66,26 @@ def test_where_nothing_starts_at_zero(arguments, tmp_path, capsys):
     assert status == 2 and "whose output projections start at zero" in error and not (tmp_path / "out").exists()
     status, _, error = run_training(capsys, *arguments, "--output", tmp_path / "out", "--started-rate", "0")
     assert status == 2 and "`--started-rate` must be above 0, got 0.0" in error
+
+
+def test_groups_for_an_optimizer():
+    """A share for weights that start at zero, for no others, or that other groups get."""
+    model = freeze(make_model(), text=True)
+    groups = {
+        group["name"]: group
+        for group in parameter_groups(model, {"connector": 1.0, "blocks": 2.0}, 0.1, started_rate=0.5)
+    }
+    rates = {name: group["lr"] for name, group in groups.items()}
+    assert rates == {
+        "connector, started": 0.5,
+        "connector, no decay, started": 0.5,
+        "blocks": 2.0,
+        "blocks, started": 1.0,
+        "blocks, no decay, started": 1.0,
+    }
+    assert {id(weight) for weight in groups["blocks"]["params"]} == {id(weight) for weight in starts_at_zero(model)}
+    together = parameter_groups(model, 1.0, include_frozen=True)
+    split = parameter_groups(model, 1.0, include_frozen=True, started_rate=0.5)
+    assert {group["name"] for group in split if "started" not in group["name"]} == {"blocks"}
+    count = [sum(weight.numel() for group in groups for weight in group["params"]) for groups in (together, split)]
+    assert count[0] == count[1] == sum(weight.numel() for weight in model.parameters())

@@ -21,7 +21,7 @@ from hf_xattn.data.forms import FORMS
 from hf_xattn.data.loading import load_rows
 from hf_xattn.data.rows import ROLES
 from hf_xattn.training.bad_rows import digest_of_pictures
-from hf_xattn.training.training_run import OPTIONS_FILE
+from hf_xattn.training.run_folder import OPTIONS_FILE
 from hf_xattn.utils.projection import multiplies_natively
 
 
@@ -342,7 +342,7 @@ def test_options_of_the_parser(tmp_path):
     import dataclasses
 
     from hf_xattn.commands.main import _parser
-    from hf_xattn.training.training_run import TrainingOptions
+    from hf_xattn.training.training_options import TrainingOptions
 
     parsed = vars(_parser().parse_args(["train", "a", "--data", "b", "--output", "c"]))
     fields = {field.name: field.default for field in dataclasses.fields(TrainingOptions)}

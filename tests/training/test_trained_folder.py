@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from hf_xattn import retrofit
 from hf_xattn.checkpoints import bases
 from hf_xattn.data.forms import CAPTION_PROMPT
-from hf_xattn.training.training_run import CHECKPOINTS
+from hf_xattn.training.run_folder import CHECKPOINTS
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,23 @@
-"""Towers whose configuration does not say how wide their features are, or says another width."""
+"""What is measured of a tower: how wide its features are, and whether its tokens are those of a square."""
 
 import pytest
 import torch
+from command_runs import run
+from tiny_checkpoints import make_text_checkpoint
 from tiny_models import make_text, randomize, token_ids, vision_config
-from transformers import AutoModel, EfficientNetConfig, MobileNetV2Config, MobileViTConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    Dinov2WithRegistersConfig,
+    EfficientNetConfig,
+    MobileNetV2Config,
+    MobileViTConfig,
+)
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, retrofit
-from hf_xattn.images.vision import measured_width
+from hf_xattn.images.vision import measured_shape
 from hf_xattn.utils.architectures import vision_hidden_size
 
 
@@ -16,6 +27,7 @@ EFFICIENTNET = EfficientNetConfig(
 MOBILEVIT = MobileViTConfig(
     hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 24, 32, 48], image_size=64, initializer_range=0.2
 )
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 UNSAID = {
     "efficientnet": (EFFICIENTNET, 320),
     "mobilenet_v2": (MobileNetV2Config(depth_multiplier=0.25, finegrained_output=False, image_size=64), 320),
@@ -64,7 +76,7 @@ def test_connectors_that_keep_the_width(connector):
 def test_a_width_that_is_said_is_not_saved():
     """A configuration that older versions cannot read, for nothing."""
     config = vision_config()
-    assert measured_width(config) == vision_hidden_size(config)
+    assert measured_shape(config)[1] == vision_hidden_size(config)
     assert retrofit(make_text(), AutoModel.from_config(config)).config.vision_hidden_size is None
 
 
@@ -74,3 +86,38 @@ def test_without_a_width():
         XAttnForConditionalGeneration(XAttnConfig(text_config=make_text().config, vision_config=EFFICIENTNET))
     config = XAttnConfig(text_config=make_text().config, vision_config=EFFICIENTNET, vision_hidden_size=320)
     assert XAttnForConditionalGeneration(config).model.connector.layers[0].in_features == 320
+
+
+@pytest.mark.parametrize(
+    ("tower", "expected"),
+    [
+        (vision_config(), "mlp_2d"),
+        (CLIPVisionConfig(image_size=32, patch_size=8, **SMALL), "mlp_2d"),  # 16 tokens behind a class token
+        (Dinov2WithRegistersConfig(image_size=32, patch_size=8, num_register_tokens=4, **SMALL), "mlp"),
+        (EFFICIENTNET, "mlp_2d"),
+        (None, "mlp"),
+    ],
+)
+def test_the_default_connector(tower, expected):
+    """A code of places on tokens that have none, which ends the first call; or no code where a text asks for a side."""
+    vision = None if tower is None else AutoModel.from_config(tower)
+    model = retrofit(make_text(), vision, every=2)
+    assert model.config.connector_type == expected
+    if tower is not None:
+        side = tower.image_size
+        with torch.no_grad():
+            model(token_ids(), pixel_values=torch.randn(2, 1, 3, side, side))
+    assert retrofit(make_text(), vision, every=2, connector_type="linear").config.connector_type == "linear"
+
+
+def test_the_default_of_the_command(tmp_path, capsys):
+    """A code of places for a processor that keeps the shape of pictures, which ends the first call."""
+    make_text_checkpoint(tmp_path / "text")
+    for name, size in (("square", {"height": 32, "width": 32}), ("wide", {"shortest_edge": 32})):
+        AutoModel.from_config(vision_config()).save_pretrained(tmp_path / name)
+        CLIPImageProcessorPil(size=size, do_center_crop=False).save_pretrained(tmp_path / name)
+        output = tmp_path / f"{name}_out"
+        status, _, error = run(capsys, "retrofit", tmp_path / "text", "--vision", tmp_path / name, "--output", output)
+        assert not status, error
+        found = AutoConfig.from_pretrained(output).connector_type
+        assert found == ("mlp_2d" if name == "square" else "mlp")
