@@ -28,7 +28,7 @@ def register_demo(commands: argparse._SubParsersAction) -> None:
         "reads digits",
     )
     photographs = parser.add_argument_group("with --language-model")
-    add_number(photographs, "--steps", None, "training steps (default: 375); more answer more")
+    add_number(photographs, "--steps", None, "training steps (default: those of an epoch); more answer more")
     stamps = (
         "Debian's tuxpaint-stamps-default: its .deb file, or the folder into which that was unpacked (default: where "
         "the package is installed, /usr/share/tuxpaint/stamps)"

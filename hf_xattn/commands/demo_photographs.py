@@ -34,7 +34,6 @@ from .retrofit import register_retrofit
 from .train import register_train
 
 
-STEPS = 375
 HELD_OUT, MOST_HELD_OUT = 0.1, 400  # share of a person's own rows, and number of rows
 ALL = "all"
 WAYS = {"own picture": MODEL, "another picture": ANOTHER, "no picture": BLIND, "most frequent": FREQUENT}
@@ -143,10 +142,11 @@ def run_photographs(plan: Plan, quick: bool = False) -> dict[str, Any]:
     set_seed(plan.seed)  # of the blocks' first weights
     _run("retrofit", text, "--vision", vision, "--output", fresh)
     say("4/5 Training")
-    steps = plan.steps or (2 if quick else STEPS)
+    steps = plan.steps or (2 if quick else None)
     trained = time.perf_counter()
     few = ["--text-prompts", _few_prompts(plan.output)] if quick else []
-    _run("train", fresh, *rows, "--output", model, "--steps", steps, "--seed", plan.seed, *few)
+    length = [] if steps is None else ["--steps", steps]
+    _run("train", fresh, *rows, "--output", model, *length, "--seed", plan.seed, *few)
     trained = (time.perf_counter() - trained) / 60
     say("5/5 Questions that it was not trained on, asked with the own picture, another one and none")
     questions = data.questions(model)
@@ -157,7 +157,7 @@ def run_photographs(plan: Plan, quick: bool = False) -> dict[str, Any]:
     results = {
         "language model": plan.language_model,
         "vision tower": plan.vision or "EfficientNet-Lite0",
-        "training steps": steps,
+        "training steps": "one epoch" if steps is None else steps,
         "seed": plan.seed,
         "questions": len(questions),
         "minutes of training": trained,

@@ -27,6 +27,7 @@ from .word_states import WORD, states_in_front
 
 MATCH = 32.0  # score of a query and a key in the same direction
 VALUES = 4.0  # size of a word in values: the larger it is, the sooner the output projection, which is zero, gets there
+PLACES = 0.35  # size of a place in values, where a word has 1: larger ones drown the words in what is learned first
 MOST_TEXTS = 512  # rows that are read, evenly spaced
 # What a head looks for, by turns: the sum of words, counted back from the one that was read last.
 SOUGHT = ((0,), (0, 1), (2, 3))
@@ -98,19 +99,18 @@ def _telling_apart(states: torch.Tensor, shares: torch.Tensor, width: int) -> to
 
 
 def _values(config: CrossAttentionConfig, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Rows of values: for each head the directions of places, and words' first components for the rest of its width.
+    """Rows of values: words' first components, and directions of places in the place of the last of them.
 
-    In a head's width words have size 1 in the mean, and places 1 in each direction, without what words have there.
+    In a head's width words have size 1 in the mean, and places `PLACES` in each direction, without what words have
+    there.
     """
     components = torch.linalg.eigh(states.double().T @ states.double()).eigenvectors.T.flip(0).float()
-    width = config.head_dim - len(places)
-    first = components[torch.arange(config.num_key_value_heads * width) % len(components)]
-    first = first / (states @ first[:width].T).square().mean().sqrt()
+    first = components[torch.arange(config.num_key_value_heads * config.head_dim) % len(components)]
+    first = first / (states @ first[: config.head_dim].T).square().mean().sqrt()
     of_words = components[: min(len(states) - 1, len(components) // 2)]  # told apart: one less than there are words
     alone = places - places @ of_words.T @ of_words
-    alone = alone * (places.square().sum(1) / (alone * places).sum(1))[:, None]
-    heads = first.unflatten(0, (config.num_key_value_heads, width))
-    return torch.cat([heads, alone.expand(len(heads), -1, -1)], dim=1).flatten(0, 1)
+    alone = PLACES * alone * (places.square().sum(1) / (alone * places).sum(1))[:, None]
+    return torch.cat([first[: len(first) - len(alone)], alone])
 
 
 def _texts(

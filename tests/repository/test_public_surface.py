@@ -348,6 +348,7 @@ SURFACES = {
         call_retrofit,
         {
             **FIELDS,
+            "connector_type": {**FIELDS["connector_type"], "none": Fine(None)},
             "text": value(none=None, kind=3, size="/no/such/folder"),
             "vision": value(none=Fine(None), kind=3, size="/no/such/folder"),
             "layers": {  # another name of the same

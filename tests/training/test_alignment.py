@@ -17,6 +17,8 @@ from transformers import (
 )
 
 from hf_xattn import XAttnProcessor, align_connector, retrofit
+from hf_xattn.images.grid_code import GridCode
+from hf_xattn.training.block_start import PLACES, VALUES
 from hf_xattn.training.ridge import RidgeSums
 from hf_xattn.training.word_states import told_apart, word_states
 from hf_xattn.utils.transformers_api import AutoImageProcessor
@@ -385,3 +387,27 @@ def test_what_cannot_be_aligned(folder):
     text_only = retrofit(folder / "text")
     with pytest.raises(ValueError, match="vision tower"):
         align_connector(text_only, processor, rows)
+
+
+@torch.no_grad()
+def test_values_tell_places(folder):
+    """A place that is mixed with the word there, or that values do not have; a code of another wave or axis."""
+    model, processor = fresh(folder, connector_type="mlp_2d")
+    rows, _ = halves(model.config.vision_config.image_size)
+    align_connector(model, processor, rows)
+    side, width = 4, model.config.cross_attention_config.context_size
+    code = GridCode()(torch.zeros(1, side * side, width))
+    place = torch.arange(side * side)
+    waves = [
+        torch.cos(torch.pi * wave * ((place // side if axis == 0 else place % side) + 0.5) / side)
+        for wave in (1, 2, 3, 4)
+        for axis in (0, 1)
+    ]
+    prompt = processor.apply_chat_template(rows[0]["messages"][:1], tokenize=False, add_generation_prompt=True)
+    words = told_apart(word_states(model.model.text_model, processor.tokenizer, 2, COLOURS, [prompt]))
+    for block in model.model.blocks:
+        found = block.attn.v_proj(code)[0]
+        count = min(block.config.head_dim // 4, len(waves))
+        expected = PLACES * VALUES * torch.stack(waves[:count], dim=1)
+        torch.testing.assert_close(found[:, -count:], expected, atol=0.3, rtol=0)
+        assert block.attn.v_proj(words)[:, -count:].abs().max() < 1e-3 < block.attn.v_proj(words).abs().max()
