@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from transformers import set_seed
 
 from ..checkpoints.bases import vision_config_of
@@ -29,6 +30,7 @@ from ..evaluation.evaluation import ANOTHER, BLIND, FREQUENT, MODEL, Evaluation
 from ..evaluation.questions import Question, questions_of
 from ..processing.image_reading import read_image
 from ..training.run_data import hold_out
+from ..utils.projection import multiplies_natively
 from .evaluate import measure, questions_of_data, register_eval
 from .retrofit import register_retrofit
 from .train import register_train
@@ -144,9 +146,7 @@ def run_photographs(plan: Plan, quick: bool = False) -> dict[str, Any]:
     say("4/5 Training")
     steps = plan.steps or (2 if quick else None)
     trained = time.perf_counter()
-    few = ["--text-prompts", _few_prompts(plan.output)] if quick else []
-    length = [] if steps is None else ["--steps", steps]
-    _run("train", fresh, *rows, "--output", model, *length, "--seed", plan.seed, *few)
+    _train(plan, fresh, rows, model, steps, quick)
     trained = (time.perf_counter() - trained) / 60
     say("5/5 Questions that it was not trained on, asked with the own picture, another one and none")
     questions = data.questions(model)
@@ -154,7 +154,7 @@ def run_photographs(plan: Plan, quick: bool = False) -> dict[str, Any]:
     draw_questions(plan.output / "questions.jpg", asked.model, asked.processor, questions, asked.found.max_new_tokens)
     shown = [read_image(picture_of(each.pictures[0])) for each in chosen(questions)]
     save_examples(plan.output, {str(place): picture for place, picture in enumerate(shown)})
-    results = {
+    results: dict[str, Any] = {
         "language model": plan.language_model,
         "vision tower": plan.vision or "EfficientNet-Lite0",
         "training steps": "one epoch" if steps is None else steps,
@@ -170,6 +170,15 @@ def run_photographs(plan: Plan, quick: bool = False) -> dict[str, Any]:
     (plan.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     _say_what_next(plan.output)
     return results
+
+
+def _train(plan: Plan, fresh: Path, rows: list[str], model: Path, steps: int | None, quick: bool) -> None:
+    few = ["--text-prompts", _few_prompts(plan.output)] if quick else []
+    length = [] if steps is None else ["--steps", steps]
+    # Twice as fast as float32, where a processor computes in it.
+    half = not torch.accelerator.is_available() and multiplies_natively(torch.bfloat16)
+    dtype = ["--dtype", "bfloat16"] if half else []
+    _run("train", fresh, *rows, "--output", model, *length, "--seed", plan.seed, *dtype, *few)
 
 
 def _prepared(plan: Plan) -> Path:
