@@ -25,7 +25,7 @@ from .decoders.derived import original_class
 from .decoders.quantization import return_quantizer
 from .decoders.text_half import text_half
 from .images.grid_code import is_square
-from .images.vision import measured_shape
+from .images.vision import Measured, measured_features
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .utils.architectures import text_num_hidden_layers
 from .utils.architectures import vision_hidden_size as width_of
@@ -82,7 +82,8 @@ def retrofit(
         cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a
             `dict` leaves out follow the decoder's.
         connector_type (`str`, *optional*): a field of [`XAttnConfig`]. Default: `"mlp_2d"` if the tower gives a square
-            grid of tokens for its pictures, else `"mlp"`.
+            grid of tokens for a square picture, else `"mlp"`. Take `"mlp"` for pictures that are no squares when the
+            image processor is done.
         image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_options,
             connector_hidden_act, connector_bias, vision_feature_select_strategy, vision_feature_layer,
             vision_hidden_size, perceiver_config: fields of [`XAttnConfig`].
@@ -115,12 +116,13 @@ def retrofit(
     if cross_attention_layers is None:
         cross_attention_layers = every_nth_layer(every, text_num_hidden_layers(text_config))
     vision_config = None if vision is None else vision_config_of(vision, of_vision)
-    shape = None if vision_config is None else measured_shape(vision_config)
+    measured = None if vision_config is None else measured_features(vision_config)
     if vision_config is not None and vision_hidden_size is None:
-        vision_hidden_size = _unsaid_width(vision_config, shape)
+        vision_hidden_size = _unsaid_width(vision_config, measured)
     if connector_type is None:
-        has_places = shape is not None and perceiver_config is None and is_square(shape[0])
-        connector_type = "mlp_2d" if has_places else "mlp"
+        tokens = None if measured is None or perceiver_config is not None else measured.tokens
+        dropped = vision_feature_select_strategy == "default"
+        connector_type = "mlp_2d" if tokens is not None and is_square(tokens - dropped) else "mlp"
     if vision_config is not None and connector_type in ("identity", "perceiver"):
         joined = len(vision_feature_layer) if isinstance(vision_feature_layer, (list, tuple)) else 1
         cross_attention = _with_context_size(cross_attention, joined * (vision_hidden_size or width_of(vision_config)))
@@ -229,13 +231,13 @@ def _warn_of_start(config: CrossAttentionConfig) -> None:
         )
 
 
-def _unsaid_width(vision_config: PreTrainedConfig, shape: tuple[int, int] | None) -> int | None:
+def _unsaid_width(vision_config: PreTrainedConfig, measured: Measured | None) -> int | None:
     """The width of a tower's features, where its configuration does not say it, or says another one."""
     try:
         said = width_of(vision_config)
     except ValueError:
         said = None
-    return None if shape is None or shape[1] == said else shape[1]
+    return None if measured is None or measured.width == said else measured.width
 
 
 def _with_context_size(cross_attention: Any, context_size: int) -> Any:

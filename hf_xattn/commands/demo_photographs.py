@@ -151,9 +151,6 @@ def run_photographs(plan: Plan, quick: bool = False) -> dict[str, Any]:
     say("5/5 Questions that it was not trained on, asked with the own picture, another one and none")
     questions = data.questions(model)
     asked = measure(_parsed("eval", model, "--data", "-"), questions)
-    draw_questions(plan.output / "questions.jpg", asked.model, asked.processor, questions, asked.found.max_new_tokens)
-    shown = [read_image(picture_of(each.pictures[0])) for each in chosen(questions)]
-    save_examples(plan.output, {str(place): picture for place, picture in enumerate(shown)})
     results: dict[str, Any] = {
         "language model": plan.language_model,
         "vision tower": plan.vision or "EfficientNet-Lite0",
@@ -168,7 +165,12 @@ def run_photographs(plan: Plan, quick: bool = False) -> dict[str, Any]:
     print_table(results)
     results |= {"evaluation": asked.found.as_dict()}
     (plan.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    _say_what_next(plan.output)
+    shown = [read_image(picture_of(each.pictures[0])) for each in chosen(questions)]
+    if shown:
+        longest = asked.found.max_new_tokens
+        draw_questions(plan.output / "questions.jpg", asked.model, asked.processor, questions, longest)
+    save_examples(plan.output, {str(place): picture for place, picture in enumerate(shown)})
+    _say_what_next(plan.output, bool(shown))
     return results
 
 
@@ -233,9 +235,11 @@ def _table(found: Evaluation) -> list[str]:
     return lines
 
 
-def _say_what_next(output: Path) -> None:
-    print(f"\nQuestions, answers, and where the model looked: {output / 'questions.jpg'}")
+def _say_what_next(output: Path, drawn: bool) -> None:
+    print()
+    if drawn:
+        print(f"Questions, answers, and where the model looked: {output / 'questions.jpg'}")
     command, model = "hf-xattn", str(output / "model")
-    image = str(output / "examples" / "0.png")
+    image = str(output / "examples" / "0.png") if drawn else "FILE"
     print(f"For clients: {shlex.join([command, 'serve', model])}")
     print(f"In a chat: {shlex.join([command, 'chat', model, '--image', image])}")

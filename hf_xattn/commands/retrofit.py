@@ -19,8 +19,8 @@ from .shared import (
 
 
 CONNECTOR = (
-    "from the tower's features to image tokens; mlp_2d adds a code of each token's place (default: mlp_2d where "
-    "pictures are square, else mlp)"
+    "from the tower's features to image tokens; mlp_2d adds a code of each token's place (default: mlp_2d if the image "
+    "processor makes square pictures and the tower gives a square grid of tokens, else mlp)"
 )
 
 

@@ -83,7 +83,7 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--started-rate", None, started, float, "X")
     align = (
         "start the connector and the blocks of a fresh model by the words of this source, in place of those of --data; "
-        "none leaves them as they are"
+        "with none, the connector and the blocks stay as they are, such as those that align_connector has started"
     )
     parser.add_argument("--align", metavar="SOURCE", help=align)
     add_number(parser, "--warmup", 0.05, "share of the steps in which the learning rate rises", float, "X")

@@ -47,8 +47,20 @@ def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
     return build_part(AutoModel, config)
 
 
-def measured_shape(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Returns the number and the width of the tokens that a tower with this configuration gives a blank image.
+class Measured(NamedTuple):
+    """What a tower gives an image.
+
+    Attributes:
+        width (`int`): of the features.
+        tokens (`int`, *optional*): their number, if the image is a square and a map of features too.
+    """
+
+    width: int
+    tokens: int | None
+
+
+def measured_features(config: PreTrainedConfig) -> Measured | None:
+    """Returns what a tower with this configuration gives a blank image of its size.
 
     The tower has no weights: it runs on the meta device. Returns None for a tower that does not run there, or of tiles.
     """
@@ -61,7 +73,10 @@ def measured_shape(config: PreTrainedConfig) -> tuple[int, int] | None:
             shape = run_tower(tower, pixels, None).last_hidden_state.shape  # type: ignore[union-attr]
     except Exception:  # code of a tower that reads values, such as those of a mask
         return None
-    return (shape[2] * shape[3], shape[1]) if len(shape) == 4 else (shape[-2], shape[-1])
+    square = pixels.shape[-1] == pixels.shape[-2]
+    if len(shape) == 4:
+        return Measured(shape[1], shape[2] * shape[3] if square and shape[2] == shape[3] else None)
+    return Measured(shape[-1], shape[-2] if square else None)
 
 
 def is_tiled(config: PreTrainedConfig) -> bool:

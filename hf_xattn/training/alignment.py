@@ -29,7 +29,7 @@ from ..utils.config_checks import check_count, check_number, check_positive_int
 from ..utils.quantized_weights import check_trainable
 from ..utils.tensor_checks import check_flags, type_name
 from .alignment_features import Pictures, solved_layer
-from .alignment_rows import Texts
+from .alignment_rows import CannotAlign, Texts
 from .block_start import check_fresh, start_blocks
 from .freezing import body_of
 from .ridge import RidgeSums, with_one
@@ -76,8 +76,9 @@ def align_connector(
         processor ([`XAttnProcessor`]): of the model.
         rows (`Sequence`): rows as for [`XAttnDataCollator`], for example of [`load_rows`]. They are read five times,
             and some of them once more for the blocks.
-        noise (`float`, defaults to 0.25): what no word names must pass too. So random weights are added; this is the
-            root mean square of what they add to image tokens. That of a token with words is about 1.
+        noise (`float`, defaults to 0.25): root mean square of the random component added to the image tokens, where
+            that of a token with words is about 1. The alignment keeps only image content that words describe; this
+            component lets other details through.
         blocks (`bool`, defaults to `True`): start the blocks too.
         batch_size (`int`, defaults to 8): pictures at a time.
         seed (`int`, defaults to 0): of the random weights.
@@ -92,12 +93,15 @@ def align_connector(
             or without words that differ among pictures. The model is not changed then.
     """
     body: Any = body_of(model)
-    _check(body, processor, rows, noise, batch_size, seed)
     check_flags(blocks=blocks)
-    with _evaluating(body), torch.no_grad():
-        texts = Texts(rows, processor)
+    try:
+        _check(body, processor, rows, noise, batch_size, seed)
         if blocks:
             check_fresh(body)
+    except ValueError as error:
+        raise CannotAlign(str(error)) from error
+    with _evaluating(body), torch.no_grad():
+        texts = Texts(rows, processor)
         states = _states(body, processor, texts)
         regression = None
         pictures = Pictures(body, processor, rows, batch_size)
@@ -106,10 +110,13 @@ def align_connector(
             for features, words in pictures:
                 regression.add(features, words)
         assert regression is not None
-        explained = _write(body, regression, states, noise, seed)
-        if blocks:
+        solved, explained = regression.to_states(states)
+        if not bool(torch.isfinite(solved).all()):
+            raise CannotAlign("Expected `rows` with pictures that differ as their words do, got no such difference.")
+        if blocks:  # first, because it reads texts, which may fail
             shares = torch.tensor([texts.shares[word] for word in texts.words])
             start_blocks(body, processor, rows, texts.words, states, shares)
+        _write(body, regression.sums, solved, noise, seed)
     return ConnectorAlignment(texts.pictures, len(texts.words), explained)
 
 
@@ -205,24 +212,20 @@ def _states(body: Any, processor: XAttnProcessor, texts: Texts) -> torch.Tensor:
     found = word_states(body.text_model, processor.tokenizer, first, texts.words, texts.prompts, WORDS_AT_ONCE)
     states = told_apart(found) * body.blocks[0].attn_norm.weight.float().cpu()
     if not bool(torch.isfinite(states).all()):
-        raise ValueError("Expected `model` to give words different, finite hidden states, got NaN or equal ones.")
+        raise CannotAlign("Expected `model` to give words different, finite hidden states, got NaN or equal ones.")
     return states
 
 
-def _write(body: Any, regression: _Pass, states: torch.Tensor, noise: float, seed: int) -> float:
-    """Writes the regression, as large as the words' states are, and noise. Returns the share explained."""
+def _write(body: Any, sums: RidgeSums, solved: torch.Tensor, noise: float, seed: int) -> None:
+    """Writes the regression, as large as the words' states are, and noise."""
     last = solved_layer(body)
-    solved, explained = regression.to_states(states)
     size = body.blocks[0].attn_norm.weight.float().square().mean().sqrt().to(solved.device)
-    if not bool(torch.isfinite(solved).all()):
-        raise ValueError("Expected `rows` with pictures that differ as their words do, got no such difference.")
-    inputs, sums = last.in_features, regression.sums
+    inputs = last.in_features
     length = (sums.squares.diagonal()[:inputs].sum() / sums.count).sqrt()
     random = torch.randn(last.weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     last.weight.copy_((solved[:inputs] * size).T + random.to(solved.device) * noise * size / length)
     if last.bias is not None:
         last.bias.copy_(solved[inputs] * size)
-    return explained
 
 
 @contextmanager

@@ -18,6 +18,10 @@ MOST_WORDS = 4096  # the most frequent ones have a state
 PROMPTS = 4  # different beginnings of answers, of which a word's state is the mean
 
 
+class CannotAlign(ValueError):
+    """A model or rows that no alignment suits. A row that is broken is another error."""
+
+
 class Texts:
     """The words of the rows: those that pictures differ in, with the share of the pictures that have them."""
 
@@ -28,18 +32,28 @@ class Texts:
             self.pictures += 1
             counts.update(words)
             if len(self.prompts) < PROMPTS:
-                prompt: Any = processor.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+                prompt = rendered(processor, asked, add_generation_prompt=True)
                 self.prompts += [prompt] * (prompt not in self.prompts)
         if not self.pictures:
-            raise ValueError(f"Expected `rows` with pictures and answers or captions, got none in {len(rows)} rows.")
+            raise CannotAlign(f"Expected `rows` with pictures and answers or captions, got none in {len(rows)} rows.")
         differing = Counter({word: count for word, count in counts.items() if count < self.pictures})
         self.words = sorted(word for word, _ in differing.most_common(MOST_WORDS))
         self.shares = {word: counts[word] / self.pictures for word in self.words}
         if len(self.words) < 2:
-            raise ValueError(
+            raise CannotAlign(
                 f"Expected `rows` whose texts name what pictures differ in, got {self.pictures} picture(s) whose texts "
                 f"differ in {len(self.words)} word(s)."
             )
+
+
+def rendered(processor: XAttnProcessor, messages: list[dict[str, Any]], where: str = "", **options: Any) -> str:
+    """The text of a chat. Raises a `ValueError` if the template refuses it, whatever the template raises."""
+    try:
+        text: Any = processor.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:
+        place = where or "One of `rows`"
+        raise ValueError(f"{place}: expected messages that the chat template takes, got {messages}: {error}") from error
+    return text
 
 
 def grouped(rows: Sequence[Any]) -> Iterator[tuple[list[Any], set[str], list[dict[str, Any]]]]:

@@ -21,6 +21,7 @@ from ..data.rows import read_row, text_of
 from ..images.grid_code import GridCode, code_directions
 from ..layers.block import GatedCrossAttentionBlock
 from ..utils.architectures import text_num_hidden_layers
+from .alignment_rows import rendered
 from .ridge import RidgeSums
 from .word_states import WORD, states_in_front
 
@@ -120,7 +121,7 @@ def _texts(
     number = {word: index for index, word in enumerate(words)}
     chosen = range(0, len(rows), max(1, -(-len(rows) // MOST_TEXTS)))
     for start in range(0, len(chosen), TEXTS_AT_ONCE):
-        texts = [_rendered(processor, rows[index]) for index in chosen[start : start + TEXTS_AT_ONCE]]
+        texts = [_rendered(processor, rows, index) for index in chosen[start : start + TEXTS_AT_ONCE]]
         encoded = processor.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         places, read = [], []
         for text, offsets in zip(texts, encoded["offset_mapping"]):
@@ -137,10 +138,9 @@ def _texts(
             yield [ids[:MOST_TOKENS] for ids in encoded["input_ids"]], places, torch.tensor(read)
 
 
-def _rendered(processor: Any, row: Any) -> str:
-    messages = [{"role": each["role"], "content": text_of(each)} for each in read_row(row).messages]
-    text: str = processor.apply_chat_template(messages, tokenize=False)
-    return text
+def _rendered(processor: Any, rows: Any, index: int) -> str:
+    messages = [{"role": each["role"], "content": text_of(each)} for each in read_row(rows[index]).messages]
+    return rendered(processor, messages, rows.where(index) if hasattr(rows, "where") else f"`rows[{index}]`")
 
 
 def _write(block: GatedCrossAttentionBlock, keys: torch.Tensor, values: torch.Tensor, solved: torch.Tensor) -> None:

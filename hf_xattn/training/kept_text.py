@@ -2,8 +2,8 @@
 
 Blocks that are trained on pictures alone answer every question about the picture, also those that no picture concerns.
 So a run mixes in prompts without a picture. The text model answers each of them once before the run, and the blocks are
-trained to leave these answers as they are (see `distillation.py`). The answers are the text model's own: in the words
-of somebody else it would learn nothing of how its own answers go on.
+trained to leave these answers as they are (see `distillation.py`). If the answers were written by someone else, the
+blocks would not learn how the text model continues its own answers.
 """
 
 from __future__ import annotations

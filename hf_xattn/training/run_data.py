@@ -24,7 +24,7 @@ from .bad_rows import (
     find_problems,
     list_problems,
 )
-from .distillation import DistillingCollator, DistillingReader, picture_source
+from .distillation import TURNED_OFF, DistillingCollator, DistillingReader, picture_source
 from .kept_text import PROMPTS, TextRow, read_prompts, source_of
 from .launch import gpus_of_a_process, num_processes, say
 from .picture_use import MOST_ROWS
@@ -174,7 +174,7 @@ class RunData:
             say(f"{known} of the examples to evaluate on show pictures that are trained on, too")
         distilled = not self.streams and self.options.weight_of_text is not None
         if distilled and (own := sum(map(self._is_text, range(len(self.rows))))):
-            say(f"{own} of the examples have no picture: they are shown beside those of others (`--distill-text`)")
+            say(f"{own} of the examples have no picture: they are shown beside those of others ({TURNED_OFF})")
         if self.epoch_rows != len(self.rows):
             weights = ", ".join(f"{source.name} {source.weight:g}" for source in self.rows.sources)
             say(f"{self.epoch_rows} examples in an epoch, by weights: {weights}")

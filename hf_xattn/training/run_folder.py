@@ -15,7 +15,8 @@ from .training_options import NONE, option_of
 OPTIONS_FILE = "training.json"
 UNFINISHED = f".{OPTIONS_FILE}.part"  # the options while they are written
 CHECKPOINTS = "checkpoints"
-KEPT = "kept_text"  # the name of the digest of the text model's answers in the options
+# Names beside the options: the digest of the text model's answers, and how the model starts.
+KEPT, START = "kept_text", "start"
 # How a run was launched, in the words of an error: `Trainer` reads other batches if it differs.
 LAUNCHED = {"processes": "process(es)", "gpus": "GPU(s) for a process"}
 

@@ -15,13 +15,15 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ..checkpoints.model_card import is_fresh
 from ..data.loading import Rows
 from ..utils.quantized_weights import is_quantized
-from .alignment import align_connector
+from .alignment import ConnectorAlignment, align_connector
+from .alignment_rows import CannotAlign
 from .freezing import body_of
 from .launch import is_first_process, num_processes, say
 from .parameter_groups import starts_at_zero
+from .training_options import TrainingOptions
 
 
-BY_WORDS, AT_RANDOM, TRAINED = "by words", "at random", "trained"
+BY_WORDS, AT_RANDOM, TRAINED = "by words", "at random", "as it was saved"
 
 
 class Rates(NamedTuple):
@@ -35,26 +37,32 @@ class Rates(NamedTuple):
 RATES = {BY_WORDS: Rates(3e-3, 0.03), AT_RANDOM: Rates(1e-3, 1.0), TRAINED: Rates(1e-4, 1.0)}
 
 
-def rates_of(start: str, learning_rate: float | None, started_rate: float | None) -> Rates:
+def rates_of(start: str, options: TrainingOptions) -> Rates:
     """The learning rates of a run: those that are given, and the others by how the model starts."""
-    rate, share = RATES[start]
-    return Rates(rate if learning_rate is None else learning_rate, share if started_rate is None else started_rate)
+    whole = options.train_text or options.train_vision
+    rate, share = RATES[TRAINED if whole and start == AT_RANDOM else start]  # one rate for all: that of trained weights
+    given = options.learning_rate, options.started_rate
+    return Rates(rate if given[0] is None else given[0], share if given[1] is None else given[1])
 
 
-def start(model: Any, processor: Any, rows: Rows | None, device: torch.device) -> str:
+def start(model: Any, processor: Any, rows: Rows | None, device: torch.device, asked: bool = False) -> str:
     """Starts connector and blocks of a fresh model by the words of rows, in the first process; the others get them.
 
     Args:
         processor ([`XAttnProcessor`]): reads the pictures, or looks up what the tower has returned for them.
         rows ([`Rows`], *optional*): to start by. None leaves the model as it is.
         device (`torch.device`): where the tower runs.
+        asked (`bool`, defaults to `False`): whether these rows were named for the start, which must then be possible.
 
     Returns:
         `str`: how the model starts, a key of `RATES`.
+
+    Raises:
+        ValueError: for a row that is broken, and, if `asked`, for a model or rows that allow no such start.
     """
     found = [""]
     if is_first_process():
-        found = [_start(model, processor, rows, device)]
+        found = [_start(model, processor, rows, device, asked)]
     if num_processes() > 1:
         broadcast_object_list(found)
         if found[0] == BY_WORDS:
@@ -62,26 +70,45 @@ def start(model: Any, processor: Any, rows: Rows | None, device: torch.device) -
     return found[0]
 
 
-def _start(model: Any, processor: Any, rows: Rows | None, device: torch.device) -> str:
+def _start(model: Any, processor: Any, rows: Rows | None, device: torch.device, asked: bool) -> str:
     if not is_fresh(body_of(model)):
+        if asked:
+            raise ValueError(
+                "Expected `--align SOURCE` with a fresh model, got one whose blocks have learned, which would be "
+                "written over. Leave `--align` out."
+            )
         return TRAINED
-    # The share of the learning rate is for what does not start at zero; DeepSpeed's processes hold parts of weights.
-    if rows is None or not starts_at_zero(model) or is_deepspeed_zero3_enabled():
+    if rows is None:
         return AT_RANDOM
-    home = model.device
-    moves = home.type == "cpu" != device.type and not any(map(is_quantized, model.parameters()))
     say(f"Starting the connector and the blocks by the words of {len(rows)} examples (`--align none`: they stay)")
     try:
-        found = align_connector(model.to(device) if moves else model, processor, rows)
-    except ValueError as error:
+        found = _aligned(model, processor, rows, device)
+    except CannotAlign as error:
+        if asked:
+            raise
         say(f"They start at random, which learns later: {error}")
         return AT_RANDOM
-    finally:
-        if moves:
-            model.to(home)
     told = f"They start by {found.words} words of {found.pictures} pictures"
     say(f"{told}, and image tokens explain {found.explained:.0%} of what the words tell")
     return BY_WORDS
+
+
+def _aligned(model: Any, processor: Any, rows: Rows, device: torch.device) -> ConnectorAlignment:
+    """Aligns the model on the device, or where it is if it does not fit there. It is then where it was."""
+    if is_deepspeed_zero3_enabled():
+        raise CannotAlign("Expected whole weights, got those of ZeRO-3, of which each process holds a part.")
+    if not starts_at_zero(model):  # the smaller learning rate for what has started would be that of all weights
+        raise CannotAlign("Expected blocks with `zero_init`, got others.")
+    home = model.device
+    if home.type != "cpu" or device.type == "cpu" or any(map(is_quantized, model.parameters())):
+        return align_connector(model, processor, rows)
+    try:
+        return align_connector(model.to(device), processor, rows)
+    except torch.OutOfMemoryError:
+        say(f"The model does not fit into the memory of {device}: it is started on the CPU.")
+        return align_connector(model.to(home), processor, rows)
+    finally:
+        model.to(home)
 
 
 def _share(model: Any, device: torch.device) -> None:

@@ -31,7 +31,7 @@ from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quie
 from .parameter_groups import train_in_float32
 from .picture_use import PictureUse, PictureUseCallback
 from .run_data import RunData
-from .run_folder import CHECKPOINTS, KEPT, check_resumed, last_checkpoint, write_options
+from .run_folder import CHECKPOINTS, KEPT, START, check_resumed, last_checkpoint, write_options
 from .run_start import TRAINED, Rates, rates_of, start
 from .started_rate import check_started_rate
 from .training_options import TrainingOptions
@@ -59,8 +59,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     data = RunData(options)
     saved = options.saved(data.fingerprints())
     earlier = check_resumed(options.output, saved) if resume else {}
-    if KEPT in earlier:
-        saved[KEPT] = earlier[KEPT]
+    saved |= {name: earlier[name] for name in (KEPT, START) if name in earlier}
     hub = {"trust_remote_code": options.trust_remote_code}
     processor = _processor(options.model, **hub)
     features = None if options.features is None else VisionFeatures.before_weights(options.features)
@@ -86,13 +85,13 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     before = 0 if checkpoint is None else step_of(checkpoint)
     arguments = _arguments(options, data, half)
     if checkpoint is not None:
-        saved["start"] = earlier.get("start", TRAINED)
+        saved.setdefault(START, TRAINED)  # of runs of earlier versions
     else:
         reads = processor if features is None else features.reader(processor)
-        saved["start"] = start(model, reads, data.to_align(*collators), arguments.device)
+        saved[START] = start(model, reads, data.to_align(*collators), arguments.device, data.aligned is not None)
         if is_first_process():
             write_options(options.output, saved)
-    rates = rates_of(saved["start"], options.learning_rate, options.started_rate)
+    rates = rates_of(saved[START], options)
     arguments.learning_rate = rates.learning_rate
     finished = before >= arguments.max_steps
     if finished:  # `Trainer` would take one step more
@@ -114,9 +113,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         say(f"evaluation loss {_last_evaluation(trainer):.4f}")
     _save(model, processor, trainer, options, dtypes, use_cache)
     if is_first_process():
-        write_model_card(
-            model, options.output, trainer, training=_facts(options, data, use.last, saved["start"], rates)
-        )
+        write_model_card(model, options.output, trainer, training=_facts(options, data, use.last, saved[START], rates))
         write_options(options.output, {**saved, "complete": True})
         _tell(options, data, [] if finished else trainer.state.log_history, before)
 

@@ -14,10 +14,11 @@ from transformers import (
     EfficientNetConfig,
     MobileNetV2Config,
     MobileViTConfig,
+    ViTConfig,
 )
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, retrofit
-from hf_xattn.images.vision import measured_shape
+from hf_xattn.images.vision import measured_features
 from hf_xattn.utils.architectures import vision_hidden_size
 
 
@@ -76,7 +77,7 @@ def test_connectors_that_keep_the_width(connector):
 def test_a_width_that_is_said_is_not_saved():
     """A configuration that older versions cannot read, for nothing."""
     config = vision_config()
-    assert measured_shape(config)[1] == vision_hidden_size(config)
+    assert measured_features(config).width == vision_hidden_size(config)
     assert retrofit(make_text(), AutoModel.from_config(config)).config.vision_hidden_size is None
 
 
@@ -94,6 +95,7 @@ def test_without_a_width():
         (vision_config(), "mlp_2d"),
         (CLIPVisionConfig(image_size=32, patch_size=8, **SMALL), "mlp_2d"),  # 16 tokens behind a class token
         (Dinov2WithRegistersConfig(image_size=32, patch_size=8, num_register_tokens=4, **SMALL), "mlp"),
+        (ViTConfig(image_size=(32, 128), patch_size=16, **SMALL), "mlp"),  # 2 x 8 tokens behind a class token
         (EFFICIENTNET, "mlp_2d"),
         (None, "mlp"),
     ],
@@ -104,10 +106,14 @@ def test_the_default_connector(tower, expected):
     model = retrofit(make_text(), vision, every=2)
     assert model.config.connector_type == expected
     if tower is not None:
-        side = tower.image_size
+        size = tower.image_size if isinstance(tower.image_size, tuple) else (tower.image_size, tower.image_size)
         with torch.no_grad():
-            model(token_ids(), pixel_values=torch.randn(2, 1, 3, side, side))
+            model(token_ids(), pixel_values=torch.randn(2, 1, 3, *size))
     assert retrofit(make_text(), vision, every=2, connector_type="linear").config.connector_type == "linear"
+    if tower is not None:
+        other = retrofit(make_text(), vision, every=2, vision_feature_select_strategy="default")
+        drops = expected == "mlp_2d" and isinstance(tower, CLIPVisionConfig)  # the class token alone, of a square
+        assert other.config.connector_type == ("mlp_2d" if drops else "mlp")
 
 
 def test_the_default_of_the_command(tmp_path, capsys):

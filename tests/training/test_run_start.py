@@ -24,6 +24,7 @@ PERCEIVER = {
     "perceiver_config": {"num_hidden_layers": 1},
     "cross_attention_config": {"context_size": 24},
 }
+FLAMINGO = {"zero_init": False, "gate_init": 0.0}
 OTHERS = [{**row, "text": row["text"].replace("circle", "disc")} for row in CAPTIONS[:4]]
 
 
@@ -85,6 +86,9 @@ def test_other_rows_or_none(data, tmp_path, capsys):
     status, out, error = run_training(capsys, *command, "--align", "none", "--output", tmp_path / "none")
     assert status == 0 and "start" not in out, error
     check_same(weights(tmp_path / "none"), weights(model))
+    trained = [saved(tmp_path / "trained", random=True), *command[1:]]
+    status, _, error = run_training(capsys, *trained, "--align", others, "--output", tmp_path / "trained_out")
+    assert status == 2 and "Expected `--align SOURCE` with a fresh model" in error
     status, _, error = run_training(capsys, *command, "--align", tmp_path / "gone", "--output", tmp_path / "gone_out")
     assert status == 2 and "gone" in error
     status, _, error = run_training(capsys, *command, "--align", f"{data}:0.5", "--output", tmp_path / "half")
@@ -99,7 +103,9 @@ def test_other_rows_or_none(data, tmp_path, capsys):
         ({"random": True}, (), [1e-4]),
         ({}, ("--learning-rate", "0.01"), [0.01 * 0.03, 0.01]),
         ({}, ("--started-rate", "0.5"), [3e-3 * 0.5, 3e-3]),
-        ({"cross_attention_config": {"zero_init": False, "gate_init": 0.0}}, (), [1e-3]),
+        ({"cross_attention_config": FLAMINGO}, (), [1e-3]),
+        ({}, ("--align", "none", "--train-text"), [1e-4]),  # its text model is not new
+        ({}, ("--train-text",), [3e-3 * 0.03, 3e-3]),
     ],
 )
 def test_rates(config, options, expected, data, tmp_path, capsys):
@@ -125,11 +131,37 @@ def test_where_no_start_is_possible(tmp_path, capsys):
     for name, config, reason in (
         ("words", {}, "Expected `rows` whose texts name what pictures differ in"),
         ("layers", PERCEIVER, "Expected `model` with a connector of a type of"),
+        ("zero", {"cross_attention_config": FLAMINGO}, "Expected blocks with `zero_init`"),
     ):
         model = saved(tmp_path / name, **config)
         status, out, error = run_training(capsys, model, "--data", same, "--output", tmp_path / f"{name}_out", *STILL)
         assert status == 0 and f"They start at random, which learns later: {reason}" in out, error
         check_same(weights(tmp_path / f"{name}_out"), weights(model))
+        asked = ("--align", same, "--output", tmp_path / f"{name}_asked")
+        status, _, error = run_training(capsys, model, "--data", same, *asked, *STILL)
+        assert status == 2 and reason in error
+
+
+def test_a_bad_row_ends_the_run(tmp_path, capsys):
+    """Rates of another start, or half a start, because of one row of a stream."""
+    model = saved(tmp_path / "model")
+    gone = write_examples(tmp_path / "gone", [*CAPTIONS, {"file_name": "gone.png", "text": "a yellow circle."}])
+    command = [model, "--stream", *STILL]
+    status, _, error = run_training(capsys, *command, "--data", gone, "--output", tmp_path / "out")
+    assert status == 2 and "gone.png" in error
+
+    model = AutoModelForImageTextToText.from_pretrained(model, dtype="float32")
+    processor = AutoProcessor.from_pretrained(tmp_path / "model")
+    refusing = "{% if messages[0].content == 'which ?' %}{{ raise_exception('no such question') }}{% endif %}"
+    processor.chat_template = refusing + processor.chat_template
+    rows = [*load_rows(write_examples(tmp_path / "data", CAPTIONS)), "which ?"]
+    picture = rows[0]["messages"][0]["content"][0]
+    content = [picture, {"type": "text", "text": "which ?"}]
+    rows[-1] = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a red one"}]}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="expected messages that the chat template takes.*no such question"):
+        align_connector(model, processor, rows)
+    check_same(model.state_dict(), before)
 
 
 def test_resumed_runs(data, tmp_path, capsys, monkeypatch):
@@ -138,8 +170,9 @@ def test_resumed_runs(data, tmp_path, capsys, monkeypatch):
     command = [model, "--data", data, "--steps", "6", "--save-steps", "2", "--batch-size", "2"]
     assert run_training(capsys, *command, "--output", tmp_path / "whole")[0] == 0
     interrupted(capsys, monkeypatch, 3, *command, "--output", tmp_path / "stopped")
+    interrupted(capsys, monkeypatch, 5, *command, "--output", tmp_path / "stopped", "--resume")
     status, out, error = run_training(capsys, *command, "--output", tmp_path / "stopped", "--resume")
-    assert status == 0 and "checkpoint-2" in out and "Starting" not in out, error
+    assert status == 0 and "checkpoint-4" in out and "Starting" not in out, error
     whole, stopped = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
     assert all(torch.equal(stopped[name], value) for name, value in whole.items())
 
