@@ -5,8 +5,9 @@
 python examples/data/own_answers.py MODEL --data SOURCE... --output FILE.jsonl [--max-new-tokens 32]
 
 With `--distill-text` a model learns how likely its text model finds each next token of an answer. If the answers were
-written by someone else, it would learn that for beginnings that the text model would never have written. MODEL is a folder of `hf-xattn retrofit` or `train`: without a picture it answers as its text model. Each
-question is answered once; an answer is cut after `--max-new-tokens`.
+written by someone else, it would learn that for beginnings that the text model would never have written. MODEL is a
+folder of `hf-xattn retrofit` or `train`: without a picture it answers as its text model. Each question is answered
+once; an answer is cut after `--max-new-tokens`.
 """
 
 import argparse
