@@ -13,7 +13,7 @@ import torch
 HELPERS = Path(__file__).parent / "helpers"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Two folders have a `train_tower`: a test imports that of the garments.
-NAMES = ("benchmarks", "digits", "garments", "scenes")
+NAMES = ("benchmarks", "digits", "garments", "photos", "scenes")
 sys.path[:0] = [str(folder) for folder in (HELPERS, EXAMPLES, *(EXAMPLES / name for name in NAMES))]
 pytest.register_assert_rewrite(*(path.stem for path in HELPERS.glob("*.py")))  # a failed assert shows its values
 

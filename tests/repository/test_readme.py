@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import against_llava
+import photos_table
 import pytest
 import side_by_side
 from checkout import ROOT
@@ -242,6 +243,12 @@ def test_figures_have_a_source():
     table = GUIDES["garments"]
     for kind, share in (("how many", count), ("caption", caption)):
         assert re.search(rf"\| {kind} \| \d+ / {share} \|", table), kind
+
+
+def test_table_of_photographs():
+    """A table that no run has made, or figures of the README that are not in it."""
+    runs = json.loads((ROOT / "examples" / "photos" / "results.json").read_text())
+    assert photos_table.table(runs) in GUIDES["photos"]
 
 
 def test_table_of_speed():
