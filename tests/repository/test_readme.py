@@ -249,6 +249,13 @@ def test_table_of_photographs():
     """A table that no run has made, or figures of the README that are not in it."""
     runs = json.loads((ROOT / "examples" / "photos" / "results.json").read_text())
     assert photos_table.table(runs) in GUIDES["photos"]
+    shares = {
+        kind: f"{ways['own'][0] / ways['own'][1]:.0%}".replace("%", " %") for kind, ways in runs["by words"].items()
+    }
+    assert f"names {shares['trained photographs: name']} of the things that it was trained on" in README
+    assert f"on which side a thing is in {shares['trained photographs: side']}" in README
+    assert f"counts right in {shares['trained photographs: how many']}" in README
+    assert f"names {shares['another photograph: name']} of these things in another photograph" in README
 
 
 def test_table_of_speed():
@@ -299,8 +306,8 @@ def test_figures_of_the_engine():
 def test_picture():
     """A picture that is missing or too large for a repository."""
     pictures = re.findall(r"!\[.+?\]\((.+?)\)", README)
-    assert pictures == ["examples/benchmarks/smollm2-questions.png"]
-    assert (ROOT / pictures[0]).stat().st_size < 60_000
+    assert pictures == ["examples/photos/questions.jpg"]
+    assert (ROOT / pictures[0]).stat().st_size < 300_000
 
 
 def sections_of(text):
