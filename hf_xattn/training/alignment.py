@@ -96,12 +96,12 @@ def align_connector(
     check_flags(blocks=blocks)
     try:
         _check(body, processor, rows, noise, batch_size, seed)
-        if blocks:
-            check_fresh(body)
     except ValueError as error:
         raise CannotAlign(str(error)) from error
     with _evaluating(body), torch.no_grad():
         texts = Texts(rows, processor)
+        if blocks:
+            check_fresh(body)
         states = _states(body, processor, texts)
         regression = None
         pictures = Pictures(body, processor, rows, batch_size)

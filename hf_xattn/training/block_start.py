@@ -21,7 +21,7 @@ from ..data.rows import read_row, text_of
 from ..images.grid_code import GridCode, code_directions
 from ..layers.block import GatedCrossAttentionBlock
 from ..utils.architectures import text_num_hidden_layers
-from .alignment_rows import rendered
+from .alignment_rows import CannotAlign, rendered
 from .ridge import RidgeSums
 from .word_states import WORD, states_in_front
 
@@ -40,15 +40,15 @@ NO_WORD = -1
 
 
 def check_fresh(body: Any) -> None:
-    """Raises a `ValueError` for blocks with positions, or that have learned: they would be written over."""
+    """Raises [`CannotAlign`] for blocks with positions, or that have learned: they would be written over."""
     for block in body.blocks:
         if block.config.position != "none":
-            raise ValueError(
+            raise CannotAlign(
                 f"Expected `model` without a code of positions, which queries and keys are not started for, got "
                 f"`position={block.config.position!r}`. Pass `blocks=False` to align the connector alone."
             )
         if block.config.zero_init and bool(block.attn.o_proj.weight.detach().any()):
-            raise ValueError(
+            raise CannotAlign(
                 "Expected `model` with fresh blocks, whose output projections are zero, got trained ones. Retrofit the "
                 "text model again, or pass `blocks=False` to align the connector alone."
             )
