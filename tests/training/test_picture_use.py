@@ -16,7 +16,7 @@ from hf_xattn import PictureUseCallback, XAttnDataCollator
 from hf_xattn.training.picture_use import picture_use
 
 
-OPTIONS = ("--batch-size", "4", "--learning-rate", "0.01")
+OPTIONS = ("--batch-size", "4", "--learning-rate", "0.01", "--align", "none")
 
 
 def row(answer, *pictures):
