@@ -3,20 +3,24 @@
 python examples/photos/make_rows.py OUTPUT --stamps tuxpaint-stamps-default_*.deb --grounds mate-backgrounds_*.deb
 
 OUTPUT gets the folders `train` (chats about new pictures of the trained photographs) and `held_out` (questions in
-other words, about new pictures and about photographs that are not in `train`). The sealed test is opened once, at the
-end: `--open-sealed` writes it, and nothing else, to OUTPUT/sealed.
+other words, about new pictures and about photographs that are not in `train`). `--languages de fr` adds chats in German
+and French to `train`, a fifth of the pictures each, and the folders `held_out_de` and `held_out_fr`. The sealed test is
+opened once, at the end: `--open-sealed` writes it, and nothing else, to OUTPUT/sealed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import languages
+
 from hf_xattn.demo.photographs.pictures import INSTALLED, Pictures
 from hf_xattn.demo.photographs.questions import NEW_PHRASINGS, PHRASINGS
-from hf_xattn.demo.photographs.rows import PICTURES, asked_rows, write_held_out, write_rows, write_training
+from hf_xattn.demo.photographs.rows import PICTURES, asked_rows, train_rows, write_held_out, write_rows
 from hf_xattn.demo.photographs.things import Thing, read_table
 
 
@@ -54,19 +58,25 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--stamps", type=Path, default=INSTALLED, help=f"tuxpaint-stamps-default: {source}")
     parser.add_argument("--grounds", type=Path, help="mate-backgrounds, in the same way; without it grounds are plain")
     parser.add_argument("--pictures", type=int, default=PICTURES, help="to train on")
+    parser.add_argument("--languages", nargs="+", default=(), choices=languages.LANGUAGES, help="beside English")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--open-sealed", action="store_true", help="write the sealed test: once, at the end")
     arguments = parser.parse_args(given)
     things = read_table()
     try:
+        captions = {code: languages.read_captions(arguments.stamps, things, code) for code in arguments.languages}
         pictures = Pictures(arguments.stamps, arguments.grounds, things)
         if arguments.open_sealed:
             open_sealed(arguments.output / "sealed", pictures, things)
             return
     except ValueError as error:
         parser.error(str(error))
-    write_training(arguments.output / "train", pictures, things, arguments.pictures, arguments.seed)
-    write_held_out(arguments.output / "held_out", pictures, things, arguments.seed)
+    count, seed = arguments.pictures, arguments.seed
+    others = [languages.train_rows(pictures, things, own, code, count // 5, seed) for code, own in captions.items()]
+    write_rows(arguments.output / "train", chain(train_rows(pictures, things, count, seed), *others))
+    write_held_out(arguments.output / "held_out", pictures, things, seed)
+    for code, own in captions.items():
+        write_rows(arguments.output / f"held_out_{code}", languages.asked_rows(pictures, things, own, code, seed))
     print(f"The rows are in {arguments.output}.")
 
 

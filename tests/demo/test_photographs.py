@@ -254,11 +254,11 @@ def test_what_is_missing_is_told_before_any_work(parts, tmp_path, capsys, monkey
     """A half-hour that ends with a traceback; an error without the way to get what is missing."""
     vision = ["--vision", parts / "vision"]
     error = refused(capsys, tmp_path, "--stamps", tmp_path, *vision)
-    assert f"{STAMPS.folder} in {tmp_path}" in error and "(248 of 248 pictures are missing)" in error
+    assert f"{STAMPS.folder} in {tmp_path}" in error and "(248 of 248 files are missing)" in error
     for words in ("`apt-get download tuxpaint-stamps-default`", "packages.debian.org/tuxpaint-stamps-default"):
         assert words in error
     monkeypatch.setattr(demo_photographs, "INSTALLED", tmp_path / "root")
-    assert "Expected the pictures of tuxpaint-stamps-default in" in refused(capsys, tmp_path, *vision)
+    assert "Expected the files of tuxpaint-stamps-default in" in refused(capsys, tmp_path, *vision)
     stamps = ["--stamps", parts / "stamps"]
     error = refused(capsys, tmp_path, *stamps, "--grounds", tmp_path, *vision)
     assert f"{GROUNDS.folder} in {tmp_path}" in error and "apt-get download mate-backgrounds" in error

@@ -48,8 +48,8 @@ class Placed(NamedTuple):
     box: tuple[int, int, int, int]
 
 
-def read_files(source: Path, package: Package, names: Iterable[str]) -> dict[str, Image.Image]:
-    """Pictures of a package, by name. Raises a `ValueError` that says what is missing, and how to get it."""
+def read_bytes(source: Path, package: Package, names: Iterable[str]) -> dict[str, bytes]:
+    """Files of a package, by name. Raises a `ValueError` that says what is missing, and how to get it."""
     wanted = {f"{package.folder}/{name}": name for name in names}
     if source.is_file():
         read = _read_deb(source, wanted)
@@ -58,10 +58,15 @@ def read_files(source: Path, package: Package, names: Iterable[str]) -> dict[str
     if missing := sorted(set(wanted.values()) - read.keys()):
         where = source / package.folder if source == INSTALLED else f"{package.folder} in {source}"
         raise ValueError(
-            f"Expected the pictures of {package.name} in {where}, got no {missing[0]} ({len(missing)} of {len(wanted)} "
-            f"pictures are missing). {how_to_get(package)}"
+            f"Expected the files of {package.name} in {where}, got no {missing[0]} ({len(missing)} of {len(wanted)} "
+            f"files are missing). {how_to_get(package)}"
         )
-    return {name: Image.open(io.BytesIO(data)) for name, data in read.items()}
+    return read
+
+
+def read_pictures(source: Path, package: Package, names: Iterable[str]) -> dict[str, Image.Image]:
+    """Pictures of a package, by name. Raises a `ValueError` as [`read_bytes`]."""
+    return {name: Image.open(io.BytesIO(data)) for name, data in read_bytes(source, package, names).items()}
 
 
 def how_to_get(package: Package) -> str:
@@ -108,13 +113,13 @@ class Pictures:
 
     def __init__(self, stamps: Path, grounds: Path | None, things: list[Thing]):
         files = {file for thing in things for file in (*thing.trained, *thing.others)}
-        read = read_files(stamps, STAMPS, [f"{file}.png" for file in sorted(files)])
+        read = read_pictures(stamps, STAMPS, [f"{file}.png" for file in sorted(files)])
         self._cut: dict[str, Image.Image] = {}
         for name, picture in read.items():
             whole = picture.convert("RGBA")
             self._cut[name.removesuffix(".png")] = whole.crop(whole.getchannel("A").getbbox())
         names = (*TRAINED_GROUNDS, *OTHER_GROUNDS)
-        self._grounds = {} if grounds is None else read_files(grounds, GROUNDS, names)
+        self._grounds = {} if grounds is None else read_pictures(grounds, GROUNDS, names)
         for name, picture in self._grounds.items():
             smaller = picture.convert("RGB")
             smaller.thumbnail((3 * SIDE, 3 * SIDE))

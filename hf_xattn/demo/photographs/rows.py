@@ -32,7 +32,7 @@ def train_rows(pictures: Pictures, things: list[Thing], count: int, seed: int) -
     known = [thing for thing in things if thing.known]
     for index in range(count):
         rng = random.Random(f"train {seed} {index}")
-        picture, placed = pictures.compose(rng, _choose(known, rng), trained_ground=True)
+        picture, placed = pictures.compose(rng, choose(known, rng), trained_ground=True)
         kinds = list(kinds_for(len(placed)))
         if len(kinds) < QUESTIONS:
             kinds.append("is there")
@@ -49,7 +49,8 @@ def train_rows(pictures: Pictures, things: list[Thing], count: int, seed: int) -
         yield picture, {"messages": messages}
 
 
-def _choose(things: list[Thing], rng: random.Random) -> list[tuple[Thing, str]]:
+def choose(things: list[Thing], rng: random.Random) -> list[tuple[Thing, str]]:
+    """One to four things, and a trained photograph of each."""
     chosen = rng.sample(things, rng.choices(COUNTS, SHARES)[0])
     return [(thing, rng.choice(thing.trained)) for thing in chosen]
 
