@@ -5,8 +5,11 @@ others. Here keys have the image tokens, which `align_connector` has put at the 
 words are told apart. Queries have there the regression from the text's hidden states in front of the block to the word
 that was read last, in other heads to the sum of it and the word before it, so that `red heart` finds what is both, and
 to the sum of the two before these: at each token behind a word, so also at the colon of `red heart: left`. Values are
-of the principal components of words, and of the code of places where image tokens have one: in the components alone,
-a place is lost among what is at it. The output projection stays zero, so the text model stays as it was.
+of the principal components of words.
+
+Where image tokens have a code of places, keys and values have it too, in dimensions of its own: in those of words a
+place is lost among what is at it. Queries start with nothing there, and learn what `on the left` means. The output
+projection stays zero, so the text model stays as it was.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..configuration_xattn import CrossAttentionConfig
 from ..data.rows import read_row, text_of
@@ -29,6 +33,7 @@ from .word_states import WORD, states_in_front
 MATCH = 32.0  # score of a query and a key in the same direction
 VALUES = 4.0  # size of a word in values: the larger it is, the sooner the output projection, which is zero, gets there
 PLACES = 0.35  # size of a place in values, where a word has 1: larger ones drown the words in what is learned first
+KEY_PLACES = 4.0  # size of a place in keys: the larger it is, the sooner a query learns to look somewhere
 MOST_TEXTS = 512  # rows that are read, evenly spaced
 # What a head looks for, by turns: the sum of words, counted back from the one that was read last.
 SOUGHT = ((0,), (0, 1), (2, 3))
@@ -71,15 +76,19 @@ def start_blocks(
     config = body.config.cross_attention_config
     has_places = any(isinstance(layer, GridCode) for layer in body.connector.layers)
     code = code_directions(config.context_size, config.head_dim) if has_places else states[:0]
-    keys, values = _telling_apart(states, shares, config.head_dim), _values(config, states, code)
+    components = torch.linalg.eigh(states.double().T @ states.double()).eigenvectors.T.flip(0).float()
+    places = _alone(code, components[: min(len(states) - 1, len(components) // 2)])  # one less than there are words
+    looked_for = _telling_apart(states, shares, config.head_dim - len(code))
+    keys = torch.cat([looked_for, KEY_PLACES * places])
+    values = _values(config, states, components, PLACES * places)
     sums = {block: RidgeSums(block.attn.q_proj.bias is not None) for block, _ in blocks}
     targets = torch.cat([states, states.new_zeros(1, states.shape[1])])  # the last one is of `NO_WORD`
-    for ids, places, read in _texts(processor, rows, words):
+    for ids, behind_words, read in _texts(processor, rows, words):
         sought = torch.stack([targets[read[:, list(which)]].sum(1) for which in SOUGHT], dim=1)
-        wanted = (sought @ keys.T).flatten(1)  # (places of texts, what heads look for * D)
+        wanted = nn.functional.pad(sought @ looked_for.T, (0, len(code))).flatten(1)  # (places of texts, sought * D)
         hidden = states_in_front(body.text_model, [layer for _, layer in blocks], ids)
         for block, layer in blocks:
-            behind = torch.cat([text[place] for text, place in zip(hidden[layer], places)])
+            behind = torch.cat([text[place] for text, place in zip(hidden[layer], behind_words)])
             sums[block].add(block.attn_norm(behind).float(), wanted.to(behind.device))
     for block, _ in blocks:
         if sums[block].count:
@@ -99,19 +108,19 @@ def _telling_apart(states: torch.Tensor, shares: torch.Tensor, width: int) -> to
     return first / ((states @ first.T).square().mean(-1) @ weights.float()).sqrt()
 
 
-def _values(config: CrossAttentionConfig, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Rows of values: words' first components, and directions of places in the place of the last of them.
+def _alone(places: torch.Tensor, of_words: torch.Tensor) -> torch.Tensor:
+    """Directions of places without what words have there, along which a place has the size it had."""
+    alone = places - places @ of_words.T @ of_words
+    return alone * (places.square().sum(1) / (alone * places).sum(1))[:, None]
 
-    In a head's width words have size 1 in the mean, and places `PLACES` in each direction, without what words have
-    there.
-    """
-    components = torch.linalg.eigh(states.double().T @ states.double()).eigenvectors.T.flip(0).float()
+
+def _values(
+    config: CrossAttentionConfig, states: torch.Tensor, components: torch.Tensor, places: torch.Tensor
+) -> torch.Tensor:
+    """Rows of values: words' first components, of which a word has size 1 in the mean, and at last those of places."""
     first = components[torch.arange(config.num_key_value_heads * config.head_dim) % len(components)]
     first = first / (states @ first[: config.head_dim].T).square().mean().sqrt()
-    of_words = components[: min(len(states) - 1, len(components) // 2)]  # told apart: one less than there are words
-    alone = places - places @ of_words.T @ of_words
-    alone = PLACES * alone * (places.square().sum(1) / (alone * places).sum(1))[:, None]
-    return torch.cat([first[: len(first) - len(alone)], alone])
+    return torch.cat([first[: len(first) - len(places)], places])
 
 
 def _texts(

@@ -18,7 +18,7 @@ from transformers import (
 
 from hf_xattn import XAttnProcessor, align_connector, retrofit
 from hf_xattn.images.grid_code import GridCode
-from hf_xattn.training.block_start import PLACES, VALUES
+from hf_xattn.training.block_start import KEY_PLACES, PLACES, VALUES
 from hf_xattn.training.ridge import RidgeSums
 from hf_xattn.training.word_states import told_apart, word_states
 from hf_xattn.utils.transformers_api import AutoImageProcessor
@@ -390,8 +390,8 @@ def test_what_cannot_be_aligned(folder):
 
 
 @torch.no_grad()
-def test_values_tell_places(folder):
-    """A place that is mixed with the word there, or that values do not have; a code of another wave or axis."""
+def test_keys_and_values_tell_places(folder):
+    """A place that is mixed with the word there, or is missing; a code of another wave; queries that prefer one."""
     model, processor = fresh(folder, connector_type="mlp_2d")
     rows, _ = halves(model.config.vision_config.image_size)
     align_connector(model, processor, rows)
@@ -406,8 +406,14 @@ def test_values_tell_places(folder):
     prompt = processor.apply_chat_template(rows[0]["messages"][:1], tokenize=False, add_generation_prompt=True)
     words = told_apart(word_states(model.model.text_model, processor.tokenizer, 2, COLOURS, [prompt]))
     for block in model.model.blocks:
-        found = block.attn.v_proj(code)[0]
-        count = min(block.config.head_dim // 4, len(waves))
-        expected = PLACES * VALUES * torch.stack(waves[:count], dim=1)
-        torch.testing.assert_close(found[:, -count:], expected, atol=0.3, rtol=0)
-        assert block.attn.v_proj(words)[:, -count:].abs().max() < 1e-3 < block.attn.v_proj(words).abs().max()
+        width, heads = block.config.head_dim, block.config.num_key_value_heads
+        count = min(width // 4, len(waves))
+        expected = torch.stack(waves[:count], dim=1)
+        values, keys = block.attn.v_proj, block.attn.k_proj
+        torch.testing.assert_close(values(code)[0, :, -count:], PLACES * VALUES * expected, atol=0.3, rtol=0)
+        assert values(words)[:, -count:].abs().max() < 1e-3 < values(words).abs().max()
+        for head in keys(code)[0].unflatten(-1, (heads, width)).unbind(1):
+            torch.testing.assert_close(head[:, -count:], KEY_PLACES * expected, atol=0.1 * KEY_PLACES, rtol=0)
+        assert keys(words).unflatten(-1, (heads, width))[..., -count:].abs().max() < 1e-3 < keys(words).abs().max()
+        queries = block.attn.q_proj.weight.unflatten(0, (-1, width))
+        assert not bool(queries[:, -count:].any()) and bool(queries[:, :-count].any())
