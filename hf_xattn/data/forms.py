@@ -13,24 +13,13 @@ from typing import Any
 
 from ..processing.chat_messages import IMAGES
 from ..utils.keywords import suggestion
-from .rows import IMAGE_SOURCES, TRAINED, read_row
+from .fields import FORMS, PICTURES, SYSTEM
+from .rows import IMAGE_SOURCES, read_row
 from .tar_shards import OWN_PICTURES, endings
 
 
 CAPTION_PROMPT = "Describe the image."
-# The fields that each form needs. `system` may stand beside them.
-FORMS = (
-    ("text",),
-    ("caption",),
-    ("question", "answer"),
-    ("messages",),
-    ("prompt", "completion"),
-    ("conversations",),
-    ("texts",),
-)
 TEXTS = FORMS[:3]  # whose fields are texts
-PICTURES = ("file_name", "image", "images")
-SYSTEM = "system"
 # Who speaks, in LLaVA's and ShareGPT's files.
 SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -59,16 +48,17 @@ def row_of(example: Mapping[str, Any], folder: Path, prompt: str) -> dict[str, A
         del example["caption"]  # shards of img2dataset have it in both of their files
     form = _form_of(example)
     pictures = _pictures(example)
-    made = _with_system(_MESSAGES_OF.get(form[0], _as_they_are)(example, prompt), example.get(SYSTEM))
+    made = _MESSAGES_OF.get(form[0], _as_they_are)(example, prompt)
     others = {name: value for name, value in example.items() if name not in (*form, *PICTURES, SYSTEM, OWN_PICTURES)}
     if form[0] in ("text", "caption") and not pictures:
         raise ValueError("a caption needs the field 'file_name' or 'image'")
-    read = read_row({**others, **made, **({"images": pictures} if pictures else {})})
+    system = {SYSTEM: example[SYSTEM]} if SYSTEM in example else {}
+    read = read_row({**others, **made, **system, **({"images": pictures} if pictures else {})})
     messages = [_with_files(message, folder) for message in read.messages]
     if not any(part["type"] in IMAGES for message in messages for part in _parts(message)):
         _check_no_pictures(others)
     if "prompt" in made:
-        first = len(made["prompt"])
+        first = len(messages) - len(made["completion"])
         return {**others, "prompt": messages[:first], "completion": messages[first:]}
     return {**others, "messages": messages}
 
@@ -80,7 +70,7 @@ def _form_of(example: Mapping[str, Any]) -> tuple[str, ...]:
         _check_names(given, [name for form in FORMS for name in form])
         raise ValueError(f"expected the fields of one of {[list(form) for form in FORMS]}, got {given}")
     if not any(name in example for name in (*PICTURES, OWN_PICTURES)):  # a picture under another name would be missed
-        _check_names([name for name in given if not isinstance(example[name], (int, float))], PICTURES)
+        _check_names([name for name in given if not isinstance(example[name], (int, float))], PICTURES, 0.8)
     for name in forms[0]:
         if name not in example:
             raise ValueError(f"the field {name!r} is missing, got {given}")
@@ -89,11 +79,11 @@ def _form_of(example: Mapping[str, Any]) -> tuple[str, ...]:
     return forms[0]
 
 
-def _check_names(given: Sequence[str], known: Sequence[str]) -> None:
+def _check_names(given: Sequence[str], known: Sequence[str], cutoff: float = 0.6) -> None:
     """Raises a `ValueError` for a field whose name is close to a known one."""
     every = [*PICTURES, SYSTEM, *(name for form in FORMS for name in form)]
     for name in given:
-        if name not in every and (hint := suggestion(name, known)):
+        if name not in every and (hint := suggestion(name, known, cutoff)):
             raise ValueError(f"unknown field {name!r}.{hint} Known are {every}")
 
 
@@ -148,18 +138,6 @@ def _is_picture(image: Any) -> bool:
     return isinstance(image, (str, bytes)) and bool(image)
 
 
-def _with_system(made: dict[str, Any], system: Any) -> dict[str, Any]:
-    """Puts the field `system` in front, as a message of its own."""
-    first = next(iter(made))
-    if not system or not isinstance(made[first], list):
-        return made
-    if not isinstance(system, str):
-        raise ValueError(f"{SYSTEM!r} must be a text, got {system!r:.200}")
-    if any(isinstance(message, Mapping) and message.get("role") == SYSTEM for message in made[first]):
-        raise ValueError(f"expected one system message, got one in {first!r} and the field {SYSTEM!r}")
-    return {**made, first: [{"role": SYSTEM, "content": system}, *made[first]]}
-
-
 def _as_they_are(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
     return {name: example[name] for name in ("messages", "prompt", "completion") if name in example}
 
@@ -185,8 +163,8 @@ def _conversations(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
                 f"expected turn {index} of `conversations` to have `from`, one of {list(SPEAKERS)}, and a text as "
                 f"`value`, got {dict(turn)!r:.200}"
             )
-        marks = {name: turn[name] for name in TRAINED if name in turn}
-        messages.append({"role": SPEAKERS[speaker], "content": text, **marks})
+        others = {name: value for name, value in turn.items() if name not in ("from", "role", "value", "content")}
+        messages.append({**others, "role": SPEAKERS[speaker], "content": text})
     return {"messages": messages}
 
 
@@ -199,7 +177,12 @@ def _texts(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
     for index, turn in enumerate(turns):
         if not (isinstance(turn, Mapping) and all(isinstance(turn.get(kind), str) for kind in kinds)):
             raise ValueError(f"expected turn {index} of `texts` to have `user` and `assistant`, got {turn!r:.200}")
-    return {"messages": [{"role": kind, "content": turn[kind]} for turn in turns for kind in kinds]}
+    messages = []
+    for turn in turns:  # `source` says where the turn is from; other keys are those of the answer
+        others = {name: value for name, value in turn.items() if name not in (*kinds, "source")}
+        messages.append({"role": "user", "content": turn["user"]})
+        messages.append({**others, "role": "assistant", "content": turn["assistant"]})
+    return {"messages": messages}
 
 
 _MESSAGES_OF: dict[str, Callable[[Mapping[str, Any], str], dict[str, Messages]]] = {

@@ -5,23 +5,20 @@ A misspelt column, key or role is an error. Else the model would be trained with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..processing.chat_messages import IMAGES, SOURCES, TEXTS, check_one_kind
 from ..processing.stray_images import check_images_inside, is_near_images, looks_like_images
 from ..utils.keywords import suggestion
 from ..utils.tensor_checks import type_name
+from .fields import NOT_READ, OF_PARTS, OF_TURNS, SYSTEM, TRAINED, check_fields, check_keys
 
 
 # Keys under which a part may hold its image. The processor loads the image.
 IMAGE_SOURCES = (*IMAGES, *SOURCES)
 ASSISTANT = "assistant"
-# Columns of what the model would see elsewhere. They are not supported, so a row with one of them is refused.
-NOT_READ = ("tools", "functions", "chat_template_kwargs", "video", "videos")
 COLUMNS = ("messages", "prompt", "completion", "images", "image", *NOT_READ)
-# Keys of an assistant message that say whether it is trained on: OpenAI's, with 0 or 1, and those of other trainers.
-TRAINED = ("weight", "train", "loss")
 MARKER = "<image>"  # the place of a picture in a text
 # Roles of transformers' and TRL's chat templates. `ipython` is Llama's name for a tool, `function` OpenAI's old one.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -33,13 +30,18 @@ class Conversation(NamedTuple):
     answers: tuple[int, ...]  # indices of the assistant messages that are trained on
 
 
-def read_row(row: Any) -> Conversation:
+def read_row(row: Any, of_template: Collection[str] = ()) -> Conversation:
     """Reads a row of a data set, and does not change it.
+
+    Args:
+        row (`Mapping`): the row. Its fields that are None count as absent, as do such keys of messages and parts.
+        of_template (`Collection[str]`): keys of messages that the chat template reads, beside the usual ones.
 
     Raises:
         TypeError: for a row, a message or a part of a wrong type.
-        ValueError: for missing columns, unknown roles, a misnamed column of images, a text with `<image>` that has no
-            image, and if images and image parts differ in number.
+        ValueError: for missing columns, unknown roles, keys of messages and parts that nothing reads, a misnamed
+            column, one that is not supported, a text with `<image>` that has no image, and if images and image parts
+            differ in number.
     """
     if not isinstance(row, Mapping):
         raise TypeError(f"Expected a row of the data set to be a dict with `messages`, got {type_name(row)}.")
@@ -50,13 +52,17 @@ def read_row(row: Any) -> Conversation:
                 f"Expected a row without the column `{name}`, which is not supported: the model would not see it. "
                 "Remove the column."
             )
-    messages, first = _messages(given, row)
+    messages, first = _messages(given, row, {*OF_TURNS, *of_template})
+    if given.get(SYSTEM):
+        name = "messages" if "messages" in given else "prompt"
+        messages, first = _with_system(messages, given[SYSTEM], name), first + 1
     for name, value in given.items():
         if name not in COLUMNS and looks_like_images(name, value):
             raise ValueError(
                 f"Expected images in the column `images`, got the column `{name}`, which is not read. Did you mean "
                 "`images`? Rename or remove it."
             )
+    check_fields(given)
     messages = _with_images(messages, _images(given))
     if any(MARKER in text_of(message) for message in messages):
         raise ValueError("a text holds '<image>', the place of a picture, and has no picture for it")
@@ -99,14 +105,25 @@ def in_front(messages: list[dict[str, Any]], images: Sequence[dict[str, Any]]) -
     return [*messages[:first], {**messages[first], "content": [*images, *texts]}, *messages[first + 1 :]]
 
 
-def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
+def _with_system(messages: list[dict[str, Any]], system: Any, name: str) -> list[dict[str, Any]]:
+    """Puts the column `system` in front, as a message of its own."""
+    if not isinstance(system, str):
+        raise ValueError(f"{SYSTEM!r} must be a text, got {system!r:.200}")
+    if any(message["role"] == SYSTEM for message in messages):
+        raise ValueError(f"expected one system message, got one in {name!r} and the field {SYSTEM!r}")
+    return [{"role": SYSTEM, "content": system}, *messages]
+
+
+def _messages(
+    given: Mapping[str, Any], row: Mapping[str, Any], known: Collection[str]
+) -> tuple[list[dict[str, Any]], int]:
     """Returns the messages of a row, and the index of the first one that may be trained on."""
     if "messages" in given:
         if "prompt" in given or "completion" in given:
             raise ValueError("Expected a row to have `messages`, or `prompt` and `completion`, got both.")
-        return _checked("messages", given["messages"]), 0
+        return _checked("messages", given["messages"], known), 0
     if "prompt" in given and "completion" in given:
-        prompt, completion = (_checked(name, given[name]) for name in ("prompt", "completion"))
+        prompt, completion = (_checked(name, given[name], known) for name in ("prompt", "completion"))
         if prompt[-1]["role"] == ASSISTANT:
             raise ValueError("`prompt` ends with an assistant message: put that message into `completion`.")
         return [*prompt, *completion], len(prompt)
@@ -130,7 +147,7 @@ def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[di
     )
 
 
-def _checked(name: str, messages: Any) -> list[dict[str, Any]]:
+def _checked(name: str, messages: Any, known: Collection[str]) -> list[dict[str, Any]]:
     """Returns messages and their parts as dicts without None values. Data sets fill missing fields with None."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise TypeError(f"Expected `{name}` to be a list of chat messages, got {type_name(messages)}.")
@@ -145,6 +162,7 @@ def _checked(name: str, messages: Any) -> list[dict[str, Any]]:
             raise ValueError(f"{where} needs a `role` ('user', 'assistant', ...), got {message.get('role')!r}.")
         _check_message(where, message)
         message = {key: value for key, value in message.items() if value is not None}
+        check_keys(where, message, known)
         content = message.get("content", "")
         if isinstance(content, Sequence) and not isinstance(content, str):
             message["content"] = [_checked_part(where, part) for part in content]
@@ -162,6 +180,7 @@ def _checked_part(where: str, part: Any) -> dict[str, Any]:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise TypeError(f"Expected the parts of {where} to be dicts with a `type` ('text' or 'image'), got {part!r}.")
     part = {key: value for key, value in part.items() if value is not None}
+    check_keys(f"a part of {where}", part, OF_PARTS)
     if part["type"] in TEXTS and not isinstance(part.get("text"), str):
         raise TypeError(f"Expected the `text` of a part of {where} to be a str, got {type_name(part.get('text'))}.")
     check_one_kind(part, where)
@@ -202,6 +221,12 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict
     if bare != len(images):
         got = f"{len(images)} image(s)" if images else "no `images` column"
         raise ValueError(f"Expected an image for each of {bare} image part(s) without an image, got {got}.")
+    in_order = [part for part in parts if _is_bare(part)]
+    if any(part.get("index", place) != place for place, part in enumerate(in_order)):
+        given = [part.get("index") for part in in_order]
+        raise ValueError(
+            f"Expected image parts in the order of the column of images, got those with the `index` {given}."
+        )
     left = iter(images)
     filled = []
     for message in messages:

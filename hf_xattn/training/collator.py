@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
+from ..data.fields import keys_of_template
 from ..data.rows import Conversation, is_trained, read_row, text_of
 from ..layers.image_rows import NO_IMAGE
 from ..learning.loss import IGNORED
@@ -40,10 +41,12 @@ class XAttnDataCollator:
     `Trainer` needs `remove_unused_columns=False`. A row is a dict with `messages`, or with TRL's `prompt` and
     `completion`: lists of chat messages, with images in their parts (`{"type": "image", "image": ...}`, or `path`,
     `url`, `base64`) or in a column `images`. Image parts without an image take those of the column, in order. If no
-    message has an image part, the images come in front of the first user message. Columns `tools`, `functions`,
-    `video`, `videos` and `chat_template_kwargs` are refused, and columns that hold images or resemble the name
-    `images`; others are ignored. A text `<image>` of a user is the place of an image of the column, if no message has
-    an image part.
+    message has an image part, the images come in front of the first user message. A text `<image>` of a user is the
+    place of an image of the column, if no message has an image part. A column `system` is the system message.
+
+    A key of a message or a part is one that is read, here or by the chat template, or it is an error. Columns that hold
+    images, that resemble the name of one that is read, or by which other trainers steer what is learned or shown, are
+    errors; others are ignored. `examples/data` has the table.
 
     Each answer is found in the text that the chat template renders: all behind the generation prompt, with reasoning or
     its tags if the template writes them, and with the token that ends the turn, so that the model learns to stop. Its
@@ -54,7 +57,8 @@ class XAttnDataCollator:
         processor ([`XAttnProcessor`]): its chat template renders the rows. If its tokenizer has no padding token,
             `eos_token` becomes the padding token.
         train_on (`str`, defaults to `"answers"`): `"answers"`: all assistant messages, or those of the completion in a
-            row with `prompt` and `completion`, but for those with a `weight` of 0 (or `train`, `loss`). `"all"`: the
+            row with `prompt` and `completion`, but for those with a `weight` of 0 (or another name of it: `train`,
+            `training`, `loss`, `loss_scale`, `loss_weight`). `"all"`: the
             whole text.
         max_length (`int`, *optional*): longer rows are cut at the tokenizer's `truncation_side`. A row that loses all
             its answers or an image marker raises an error. The `max_length` of TRL's `SFTConfig` does not reach a
@@ -145,7 +149,8 @@ class XAttnDataCollator:
             raise TypeError(f"Expected `rows` to be a list of rows, got {type_name(rows)}.")
         if not rows:
             raise ValueError("`rows` is an empty list: give one row or more.")
-        conversations = [_named(index, row, read_row, row) for index, row in enumerate(rows)]
+        keys = keys_of_template(self.processor.chat_template)
+        conversations = [_named(index, row, read_row, row, keys) for index, row in enumerate(rows)]
         try:
             batch = self._processed(conversations)
         except Exception:
