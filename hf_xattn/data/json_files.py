@@ -129,11 +129,18 @@ def _read(path: str, unit: Unit) -> bytes:
         return os.pread(file.fileno(), unit.end - unit.start, unit.start)
 
 
-def _parsed(text: str) -> Mapping[str, Any]:
+def read_json(text: str | bytes) -> Any:
+    """What a JSON text says. Raises a `ValueError` for one that is broken, or too deep for Python's parser."""
     try:
-        example = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"broken JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("broken JSON: its brackets are nested too deeply") from None
+
+
+def _parsed(text: str) -> Mapping[str, Any]:
+    example = read_json(text)
     if not isinstance(example, dict):
         raise ValueError(f"expected a JSON object, got {type(example).__name__}")
     return example

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from .json_files import read_json
 from .units import ROWS_OF_A_UNIT, DataFile, Unit
 
 
@@ -65,9 +66,10 @@ class _OpenRowGroup:
             self._table = _parquet_file(path).read_row_group(unit.start)
         except (ArrowException, OSError) as error:
             raise ValueError(f"row group {unit.start} cannot be read: {error}") from error
+        self._json = _json_columns(_features_of(self._table.schema))
 
     def example(self, place: int) -> Mapping[str, Any]:
-        return self._table.slice(place, 1).to_pylist()[0]
+        return _without_json(self._table.slice(place, 1).to_pylist()[0], self._json)
 
     def name(self, place: int) -> str:
         return f"row {self._first + place}"
@@ -87,11 +89,43 @@ def table_of(dataset: Any, path: str) -> DataFile:
 
 class _OpenRange:
     def __init__(self, dataset: Any, path: str, unit: Unit):
-        self._dataset, self._first = dataset, unit.first
+        self._dataset, self._first, self._json = dataset, unit.first, _json_columns(dataset.features)
 
     def example(self, place: int) -> Mapping[str, Any]:
         row = self._first + place
-        return self._dataset[row : row + 1].to_pylist()[0]
+        return _without_json(self._dataset[row : row + 1].to_pylist()[0], self._json)
 
     def name(self, place: int) -> str:
         return f"row {self._first + place}"
+
+
+def _features_of(schema: Any) -> Mapping[str, Any]:
+    """The features that `datasets` gives a table. Only those of type `Json` matter: without one there are none."""
+    if "json" not in f"{schema} {schema.metadata}".lower():
+        return {}
+    try:
+        from datasets import Features
+    except ImportError as error:
+        raise ImportError(
+            'Reading columns of the type `Json` needs `datasets`: `pip install "datasets>=4"`.'
+        ) from error
+    # `from_arrow_schema` drops what the file says of itself if a program has written JSON as plain texts.
+    told = read_json((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features")
+    return Features.from_dict(told) if told else Features.from_arrow_schema(schema)
+
+
+def _json_columns(features: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that hold the type `Json`, which `datasets` gives messages that mix texts and lists of parts."""
+    return {name: feature for name, feature in features.items() if "Json(" in repr(feature)}
+
+
+def _without_json(value: Any, feature: Any) -> Any:
+    """A value in which JSON texts, where its feature says that they are some, are what they say."""
+    if type(feature).__name__ == "Json":
+        return read_json(value) if isinstance(value, (str, bytes)) else value
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        return {name: _without_json(each, feature.get(name)) for name, each in value.items()}
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if inner is not None and isinstance(value, list):
+        return [_without_json(each, inner) for each in value]
+    return value
