@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ..processing.chat_messages import IMAGES, SOURCES, VIDEOS, WITHOUT_CONTENT
+from ..processing.chat_messages import HINTS, IMAGES, SOURCES, VIDEOS, WITHOUT_CONTENT
 from ..utils.keywords import suggestion
 
 
@@ -33,7 +33,7 @@ TRAINED = ("weight", "train", "training", "loss", "loss_scale", "loss_weight")
 # Keys of a message. Chat templates read the others; of `annotations`, which OpenAI's API returns, nothing is shown.
 OF_TURNS = ("role", "content", *TRAINED, *WITHOUT_CONTENT, "name", "tool_call_id", "tool_plan", "annotations")
 # Keys of a part. `index` counts the images of the column, as in llava-instruct-mix.
-OF_PARTS = ("type", "text", *IMAGES, *VIDEOS, *SOURCES, "index", "detail", "cache_control", "annotations")
+OF_PARTS = ("type", "text", *IMAGES, *VIDEOS, *SOURCES, *HINTS, "index", "annotations")
 # Fields of a row by which other trainers weigh it. 1 changes nothing.
 WEIGHTS = (*TRAINED, "sample_weight")
 # Fields by which they say what is learned of a row.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,13 @@ VIDEOS = ("video", "video_url")
 SOURCES = ("url", "path", "base64")
 # With one of these, a message may have no `content`.
 WITHOUT_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-# Keys of other libraries that say nothing of where a picture is.
-HINTS = ("detail", "cache_control", "min_pixels", "max_pixels", "resized_height", "resized_width")
+# Keys of OpenAI's and Anthropic's clients that say nothing of where a picture is. They have no effect here.
+HINTS = ("detail", "cache_control")
+# Words in keys of other libraries that ask for another size of a picture, for a part of it, or for frames of a video.
+REQUESTS = frozenset(
+    "pixel pixels resize resized size resolution edge crop crops bbox tile tiles patch patches tokens fps frames "
+    "nframes start end".split()
+)
 
 
 class ImagePart:
@@ -192,7 +198,9 @@ def _read_part(part: Any, where: str, conversation: Conversation, sampling: dict
 
 
 def check_one_kind(part: Mapping[str, Any], where: str) -> None:
-    """Raises a `ValueError` for a text part with a picture, or the reverse: one of the two would be lost."""
+    """Raises a `ValueError` for a text part with a picture, or the reverse: one of the two would be lost. Also for a
+    picture or a video that asks for a size, a crop or frames of its own, which nothing obeys.
+    """
     others = (*IMAGES, *VIDEOS, *SOURCES) if part.get("type") in TEXTS else ("text",)
     found = [name for name in others if part.get(name) is not None and not _is_empty_text(part[name])]
     if part.get("type") in (*TEXTS, *IMAGES, *VIDEOS) and found:
@@ -200,6 +208,21 @@ def check_one_kind(part: Mapping[str, Any], where: str) -> None:
             f"Expected a text or an image in each part of {where}, got a part of type {part['type']!r} with "
             f"`{found[0]}` in it. Make two parts of it."
         )
+    if part.get("type") in (*IMAGES, *VIDEOS):
+        inner = [_mapping(part[name]) for name in (*IMAGES, *VIDEOS) if part.get(name) is not None]
+        for given in (part, *filter(None, inner)):
+            _check_requests(given, where)
+
+
+def _check_requests(given: Mapping[str, Any], where: str) -> None:
+    for name, value in given.items():
+        words = re.findall("[a-z]+", re.sub("([A-Z])", r" \1", str(name)).lower())  # of `maxPixels`, too
+        if value is not None and not REQUESTS.isdisjoint(words):
+            raise ValueError(
+                f"Expected the parts of {where} without `{name}`, which is not obeyed, got {value!r:.60}: each picture "
+                "has the size that the image processor gives it. Change the settings of the image processor, or resize "
+                "the picture before. Frames of videos are chosen for a whole call, by `num_frames` or `fps`."
+            )
 
 
 def _is_empty_text(value: Any) -> bool:

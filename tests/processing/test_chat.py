@@ -283,3 +283,34 @@ def test_unknown_keys_of_parts_are_named():
     with pytest.raises(ValueError, match="`note`"):
         processor.apply_chat_template(bare, tokenize=True)
     processor.apply_chat_template(bare, tokenize=True, images=[make_picture(3)])  # a key that nobody needs
+
+
+REQUESTS = ["resized_height", "max_pixels", "min_pixels", "maxPixels", "image_size", "crop", "fps", "video_start"]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_requests_of_a_part_that_nothing_obeys(name):
+    """A picture of another size, or with other frames, than its part asks for, answered as if it had them."""
+    processor = make_processor(TEXT_TEMPLATES["concatenation"], "<image>")
+    picture = {"type": "image", "image": make_picture(3)}
+    address = {"type": "image_url", "image_url": {"url": make_picture(3)}}
+    video = {"type": "video", "video": [make_picture(3)] * 2}
+
+    def read(part):
+        chat = [{"role": "user", "content": [part, {"type": "text", "text": "what ?"}]}]
+        return processor.apply_chat_template(chat, tokenize=True, return_dict=True)
+
+    for part in (
+        {**picture, name: 28},
+        {**address, name: 28},
+        {**video, name: 28},
+        {**address, "image_url": {**address["image_url"], name: 28}},
+    ):
+        with pytest.raises(
+            ValueError, match=f"message 0 of `conversation` without `{name}`, which is not obeyed, got 28"
+        ):
+            read(part)
+    hints = {"detail": "low", "cache_control": {"type": "ephemeral"}, "alt": "a dog", name: None}
+    expected = read(picture)
+    for part in ({**picture, **hints}, {**address, "image_url": {**address["image_url"], "detail": "high"}}):
+        assert all((expected[key] == value).all() for key, value in read(part).items())

@@ -152,3 +152,19 @@ def test_what_stays_allowed(client):
 def _post(client, request):
     path, body = request
     return client.post(path, json={"model": "seeing", **body})
+
+
+@pytest.mark.parametrize("name", ["max_pixels", "resized_height"])
+def test_a_size_that_nothing_obeys(client, name):
+    """A picture that is answered about as if it had the size that the request asks for."""
+    url = data_url(drawing(1))
+    for path, body in (
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}, name: 28}]}]),
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url, name: 28}}]}]),
+        responses(input=[{"role": "user", "content": [TEXT, {**image(url), name: 28}]}]),
+    ):
+        answer = client.post(path, json={"model": "seeing", **body})
+        assert answer.status_code == 400 and f"without `{name}`, which is not obeyed" in answer.text, answer.text
+    hints = {"type": "image_url", "image_url": {"url": url, "detail": "low"}, "cache_control": {"type": "ephemeral"}}
+    path, body = chat(messages=[{"role": "user", "content": [hints, {"type": "text", "text": "what ?"}]}])
+    assert client.post(path, json={"model": "seeing", **body}).status_code == 200
