@@ -422,10 +422,11 @@ def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Te
             f"Expected `{name}` to be in 0..255, got values from {low:.3g} to {high:.3g}. Pass `do_rescale=False` for "
             "rescaled values. Pass normalised images to the model, as `pixel_values`."
         )
-    if rescale and 0 < high <= OVERSHOOT and low != high:
-        logger.warning_once(
-            f"`{name}` holds values in 0..1. Divided by 255, the image becomes almost black. Pass `do_rescale=False` "
-            "if the values are already rescaled."
+    if rescale and 0 < high <= OVERSHOOT:
+        raise ValueError(
+            f"Expected `{name}` to be in 0..255, got an array of {tensor.dtype} with values from {low:.3g} to "
+            f"{high:.3g}: divided by 255, the image becomes almost black. Pass `do_rescale=False` for values in 0..1, "
+            "such as torchvision's `ToTensor` gives. Pass a picture that is this dark as uint8."
         )
     tensor = tensor.to(torch.float32)
     return tensor.round() if rescale and high > 1 else tensor  # the PIL backend takes whole numbers only

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import logging
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from tiny_checkpoints import make_picture, make_text_checkpoint
 from transformers import SiglipImageProcessorPil, ViTImageProcessor
 
 from hf_xattn import XAttnProcessor
-from hf_xattn.processing import image_reading
 from hf_xattn.processing.image_reading import read_frames, read_image
 
 
@@ -203,19 +201,27 @@ def test_file_address(processor, tmp_path):
     assert torch.equal(made, processor(images=make_picture())["pixel_values"])
 
 
-def test_values_in_0_to_1(processor, caplog, monkeypatch):
-    """A tensor in 0..1 that is divided by 255 although `do_rescale=False` was given."""
-    image = picture()
+@pytest.mark.parametrize("kind", ["tensor", "array", "frames", "white", "chat"])
+def test_values_in_0_to_1(kind, processor):
+    """A tensor in 0..1, as torchvision makes it, that becomes an almost black picture."""
+    image = picture() if kind != "white" else Image.new("RGB", (32, 32), "white")
     tensor = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255
     expected = processor(images=image)["pixel_values"]
     for options in ({"do_rescale": False}, {"images_kwargs": {"do_rescale": False}}):
         made = processor(images=tensor, text="a", **options)["pixel_values"]
         assert torch.allclose(made, expected, atol=0.02)
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    image_reading.logger.warning_once.cache_clear()
-    with caplog.at_level("WARNING"):
-        processor(images=tensor, text="a")
-    assert "`do_rescale=False`" in caplog.text
+    with pytest.raises(ValueError, match="to be in 0..255, got an array of .*almost black. Pass `do_rescale=False`"):
+        if kind == "frames":
+            processor(videos=torch.stack([tensor] * 2), text="a")
+        elif kind == "chat":
+            part = {"type": "image", "image": tensor}
+            processor.apply_chat_template([{"role": "user", "content": [part]}], tokenize=True)
+        else:
+            processor(images=tensor.numpy() if kind == "array" else tensor, text="a")
+    black = torch.zeros(3, 32, 32)
+    assert torch.equal(
+        processor(images=black)["pixel_values"], processor(images=Image.new("RGB", (32, 32)))["pixel_values"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["pil", "uint8", "path"])

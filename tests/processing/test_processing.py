@@ -58,7 +58,7 @@ def test_arrays_of_several_images(parts):
     """The first image of an array taken for all of them."""
     _, tokenizer, image_processor = parts
     processor = XAttnProcessor(image_processor, tokenizer)
-    two = torch.stack([torch.zeros(3, 32, 32), torch.ones(3, 32, 32)])
+    two = torch.stack([torch.zeros(3, 32, 32), torch.full((3, 32, 32), 255.0)])
     assert processor(images=two, text="a")["pixel_values"].shape == (1, 2, 3, 32, 32)
     by_text = processor(images=two, text=["a", "dog"])["pixel_values"]
     assert by_text.shape == (2, 1, 3, 32, 32) and not torch.equal(by_text[0], by_text[1])
