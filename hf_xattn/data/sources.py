@@ -94,7 +94,7 @@ def _files_of(name: str) -> tuple[list[DataFile], Path | None]:
 
 def _metadata_of(folder: str) -> str | None:
     """The file that lists the pictures of a folder. None if its data lie in files of other kinds."""
-    files = sorted(os.listdir(folder))
+    files = sorted(name for name in os.listdir(folder) if not name.startswith("."))  # macOS leaves `._metadata.jsonl`
     lines = [file for file in files if file.endswith(".jsonl")]
     if METADATA in lines:
         return os.path.join(folder, METADATA)

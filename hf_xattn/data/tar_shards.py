@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import mimetypes
 import mmap
 import os
@@ -20,6 +19,8 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
+from ..processing.stray_images import is_picture
+from .json_files import read_json
 from .units import DataFile, Unit
 
 
@@ -27,6 +28,10 @@ BLOCK = 512
 REGULAR = (b"0", b"\0")
 LINKS = (b"1", b"2")
 LONG_NAME, PAX = b"L", b"x"
+# Pictures that Pillow does not read, and arrays, as which other programs keep some. `mimetypes` knows most of the rest.
+OTHER_PICTURES = (".heic", ".heif", ".jxl", ".dng", ".cr2", ".nef", ".arw")
+ARRAYS = (".npy", ".npz", ".pth", ".pt", ".pyd", ".pkl", ".pickle", ".safetensors")
+HEAD = 2**16  # bytes that tell whether a file of another ending is a picture
 PAX_PATH = re.compile(rb"\d+ path=([^\n]*)\n")
 
 
@@ -48,13 +53,21 @@ def index_tar(path: str) -> DataFile:
     """Finds the samples of a shard, by its headers.
 
     Raises:
-        ValueError: for a shard that is compressed, cut off or no tar file.
+        ValueError: for a shard that is compressed, cut off or no tar file, and for a sample whose files stand apart.
     """
     index, digest, last = _Index(array("Q"), array("Q"), {}), hashlib.sha256(), None
-    end = 0
+    end, keys = 0, set[bytes]()
     for name, start, size, renamed in _members(path):
+        if _is_left_by_a_system(name):
+            continue
         key = _key(name)[0]
         if key != last:
+            if key in keys:
+                raise ValueError(
+                    f"Expected the files of a sample to stand together in {path}, got those of {key.decode()!r} apart: "
+                    "they would become two rows. Pack the shard with `tar --sort=name`."
+                )
+            keys.add(key)
             index.samples.append(len(index.starts))
             last = key
         if renamed:
@@ -64,6 +77,12 @@ def index_tar(path: str) -> DataFile:
         digest.update(b"%s %d;" % (name, size))
     unit = [Unit(len(index.samples), 0, 0, end)] if index.samples else []
     return DataFile(path, unit, digest.hexdigest(), functools.partial(_OpenShard, index))
+
+
+def _is_left_by_a_system(name: bytes) -> bool:
+    """Whether macOS or Windows has put a file into a folder by itself, such as `._000.png` beside `000.png`."""
+    *folders, file = name.split(b"/")
+    return file.startswith(b"._") or file in (b".DS_Store", b"Thumbs.db", b"desktop.ini") or b"__MACOSX" in folders
 
 
 class _Index(NamedTuple):
@@ -153,7 +172,7 @@ class _OpenShard:
     def example(self, place: int) -> Mapping[str, Any]:
         """The fields of the sample's `.json`, its `.txt` as `text`, and its pictures as `images`."""
         found: dict[str, Any] = {}
-        pictures = []
+        pictures, others = [], []
         with open(self._path, "rb") as file:
             members = sorted(self._members(file.fileno(), place), key=lambda each: _in_numbers(each[0]))
             for extension, member in members:
@@ -165,8 +184,16 @@ class _OpenShard:
                     if again := sorted(found.keys() & fields.keys()):
                         raise ValueError(f"expected a field once in a sample, got {again} again in {member.name}")
                     found |= fields
-                elif (mimetypes.guess_type(member.name)[0] or "").startswith(("image/", "video/")):
+                elif _is_other_picture(member.name, extension):
                     raise ValueError(f"expected pictures of a kind that Pillow reads, got {member.name}")
+                elif is_picture(os.pread(file.fileno(), min(member.size, HEAD), member.start)):
+                    raise ValueError(
+                        f"expected the picture to have the ending of its kind, such as .jpg, got {member.name}"
+                    )
+                elif extension.endswith(ARRAYS):
+                    others.append(member.name)
+        if others and not pictures:
+            raise ValueError(f"expected a picture as the file of one, got {others[0]}, which is not read")
         return {**found, OWN_PICTURES: pictures}
 
     def name(self, place: int) -> str:
@@ -183,6 +210,11 @@ class _OpenShard:
             yield _key(name)[1].decode(), Member(name.decode(), start, _size(self._path, header, start - BLOCK))
 
 
+def _is_other_picture(name: str, extension: str) -> bool:
+    kind = mimetypes.guess_type(name, strict=False)[0] or ""
+    return kind.startswith(("image/", "video/")) or extension.endswith(OTHER_PICTURES)
+
+
 def _in_numbers(extension: str) -> list[tuple[int, str]]:
     """Sorts `.2.jpg` in front of `.10.jpg`."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", extension)]
@@ -192,7 +224,7 @@ def _fields(extension: str, name: str, content: bytes) -> dict[str, Any]:
     """What the text files of a sample say."""
     try:
         text = content.decode("utf-8-sig")
-        fields = {"text": text.strip()} if extension.endswith(".txt") else json.loads(text)
+        fields = {"text": text.strip()} if extension.endswith(".txt") else read_json(text)
     except ValueError as error:  # of its encoding, too
         raise ValueError(f"{name} cannot be read: {error}") from None
     if not isinstance(fields, dict):

@@ -45,11 +45,11 @@ def _holds_images(value: Any) -> bool:
     if isinstance(value, (str, int, float)):
         return False
     if isinstance(value, bytes):
-        return _is_picture(value)
+        return is_picture(value)
     if isinstance(value, Mapping):  # `datasets` keeps sound in such a dict too, so the content decides
         content, path = value.get("bytes"), value.get("path")
         if isinstance(content, bytes):
-            return _is_picture(content)
+            return is_picture(content)
         kind = mimetypes.guess_type(path)[0] if isinstance(path, str) else None
         return set(value) <= {"bytes", "path"} and (kind or "").startswith("image/")
     if isinstance(value, Sequence):
@@ -57,7 +57,8 @@ def _holds_images(value: Any) -> bool:
     return value.ndim >= 3 if is_array(value) else is_pil(value)
 
 
-def _is_picture(content: bytes) -> bool:
+def is_picture(content: bytes) -> bool:
+    """Whether the beginning of a file is that of a picture which Pillow opens."""
     try:
         Image.open(io.BytesIO(content)).close()  # reads the header only
     except Exception:  # Pillow raises errors of many kinds

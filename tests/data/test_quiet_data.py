@@ -139,3 +139,34 @@ def test_a_loop_over_shuffled_rows_ends(tmp_path):
     assert len([row for row, _ in zip(rows, range(100))]) == 5
     with pytest.raises(IndexError, match="Expected a place from 0 to 4, got 5"):
         rows[5]
+
+
+def test_twins_that_macos_leaves(tmp_path):
+    """Pictures that are torn from their rows: `._0.png` stands between the files of a sample."""
+    left = {"._{}.png": b"\0\5\26\7", "._{}.json": b"\0\5\26\7", "__MACOSX/{}.json": b"x"}
+    members = {".DS_Store": b"x", "Thumbs.db": b"x"}
+    for number, colour in enumerate(("red", "blue")):
+        first, second, third = ({name.format(number): content} for name, content in left.items())
+        members |= first | {f"{number}.png": picture(colour)} | second | third
+        members |= {f"{number}.json": asked(), f"__MACOSX/._{number}.png": b"x"}
+    rows = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", members))
+    assert [pictures_of(row) for row in rows] == [[picture("red")], [picture("blue")]]
+    for name in ("train.jsonl", "._train.jsonl"):
+        (tmp_path / name).write_bytes(asked())
+    assert len(hf_xattn.load_rows(tmp_path)) == 1
+
+
+def test_files_of_a_sample_that_stand_apart(tmp_path):
+    """A question without its picture, and a picture without a question: two rows of one sample."""
+    members = {"0.png": picture("red"), "1.png": picture("blue"), "0.json": asked(), "1.json": asked()}
+    with pytest.raises(ValueError, match="to stand together in .*a.tar, got those of '0' apart"):
+        hf_xattn.load_rows(write_tar(tmp_path / "a.tar", members))
+
+
+@pytest.mark.parametrize("name", ["0.img", "0.jpg_large", "0", "0.heic", "0.jxl", "0.npy"])
+def test_pictures_of_unknown_endings(name, tmp_path):
+    """A row that is trained as a text, because its picture has an ending that nobody knows."""
+    content = b"\x93NUMPY" if name.endswith("npy") else picture("red", "JPEG")
+    rows = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {name: content, "0.json": asked()}))
+    with pytest.raises(ValueError, match=f"expected .*picture.* got {name}"):
+        rows[0]
