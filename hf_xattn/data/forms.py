@@ -10,10 +10,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.request import url2pathname
 
 from ..processing.chat_messages import IMAGES
 from ..utils.keywords import suggestion
 from .fields import FORMS, PICTURES, SYSTEM
+from .pictures import content_of
 from .rows import IMAGE_SOURCES, read_row
 from .tar_shards import OWN_PICTURES, endings
 
@@ -217,6 +219,10 @@ def _file(part: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         source = source.get("url")
     if not isinstance(source, str):
         raise ValueError(f"pictures must be names of files, got {source!r:.200}")
-    if source.startswith(("http:", "https:", "data:")) or "base64" in part:
+    if source.startswith(("http:", "https:")):
         raise ValueError(f"pictures must be files in the folder, got {source[:60]!r}")
-    return {"type": "image", "path": str(folder / source.removeprefix("file://"))}
+    if source.startswith("data:") or "base64" in part:
+        return {"type": "image", "image": content_of(source)}
+    if source.startswith("file://"):
+        source = url2pathname(source.removeprefix("file://").removeprefix("localhost"))
+    return {"type": "image", "path": str(folder / source)}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import os
+import stat
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
 from PIL import Image
@@ -18,6 +20,7 @@ from ..processing.chat_messages import IMAGES
 from ..utils.checkpoint_files import sha256_of
 
 
+LONGEST_NAME = 300  # characters of a name that are shown
 KNOWN = 2**16  # files whose digests are kept
 
 
@@ -36,6 +39,27 @@ def picture_of(part: Mapping[str, Any]) -> Any:
 def path_of(picture: str | Path) -> Path:
     text = str(picture)
     return Path(url2pathname(urlsplit(text).path)) if text.startswith("file://") else Path(picture)
+
+
+def content_of(address: str) -> bytes:
+    """The bytes of a picture that is written into a text: a data URL, or base64 alone."""
+    head, _, text = address.rpartition(",")
+    if head and not head.endswith(";base64"):
+        raise ValueError(f"expected a picture as `data:image/png;base64,...`, got {address[:60]!r}")
+    try:
+        return base64.b64decode("".join(unquote(text).split()), validate=True)
+    except ValueError as error:
+        raise ValueError(f"expected a picture in base64, got {address[:60]!r}: {error}") from None
+
+
+def why_no_file(path: Path) -> str | None:
+    """Why there is no file of that name, or None. Raises no error, whatever the name is."""
+    try:
+        return None if stat.S_ISREG(os.stat(path).st_mode) else "is no file"
+    except (FileNotFoundError, NotADirectoryError):
+        return "does not exist"
+    except (OSError, ValueError) as error:  # a long name, a folder that may not be read, a null character
+        return f"cannot be opened: {getattr(error, 'strerror', None) or error}"
 
 
 def digest_of(picture: str | Path | bytes) -> str:
@@ -60,8 +84,9 @@ def what_is_wrong(part: Mapping[str, Any], folder: Path) -> str | None:
     else:
         path = path_of(picture)
         name = repr(str(path.relative_to(folder) if path.is_relative_to(folder) else path))
-        if not path.is_file():
-            return f"the picture {name} does not exist"
+        name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}...'"
+        if reason := why_no_file(path):
+            return f"the picture {name} {reason}"
         source = path  # type: ignore[assignment]
     try:
         with Image.open(source) as image:

@@ -155,8 +155,10 @@ def _data_set(path: str, config: str | None = None, split: str | None = None) ->
     if kind == "parquet":
         return [index_parquet(_local(file)) for file in _split_of(files, path, split)]
     if kind in ("json", "webdataset"):
-        paths = datasets.DownloadManager().download(list(_split_of(files, path, split)))
-        return [(index_json if kind == "json" else index_tar)(each) for each in paths]
+        manager, names = datasets.DownloadManager(), list(_split_of(files, path, split))
+        if kind == "json":
+            return [index_json(each) for each in manager.download_and_extract(names)]  # `.jsonl.gz` too
+        return [index_tar(each) for each in manager.download(names)]
     builder.download_and_prepare()
     return [table_of(_split_of(builder.as_dataset(), path, split), path)]
 

@@ -22,6 +22,7 @@ from ..images.tower import image_size_of, only_image_size
 from ..images.vision import is_tiled
 from ..layers.image_rows import refuse_to_cache
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from ..processing.image_reading import upright
 from ..training.freezing import body_of
 from ..utils.tensor_checks import check_tensor, type_name
 from ..utils.transformers_api import takes_cache
@@ -444,10 +445,9 @@ def _draw(
     """Draws one panel for each text position, with a word as its title. `grid`: `(text_len, patch rows, columns)`."""
     try:
         from matplotlib.figure import Figure
-        from PIL import Image, ImageOps
     except ImportError as error:
         raise ImportError('`plot` needs matplotlib: pip install "matplotlib>=3.8"') from error
-    shown = np.asarray(ImageOps.exif_transpose(picture) if isinstance(picture, Image.Image) else picture)
+    shown = np.asarray(upright(picture))
     if shown.ndim not in (2, 3):
         described = f"shape {tuple(picture.shape)}" if hasattr(picture, "shape") else repr(picture)
         raise ValueError(

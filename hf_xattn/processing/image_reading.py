@@ -33,6 +33,8 @@ logger = logging.get_logger(__name__)
 OVERSHOOT = 2.0  # values from 0 to 1 may go a little above 1, or below 0, as resizing leaves them
 # Formats of PIL that other programs decode: Ghostscript runs what an EPS file says.
 OTHER_PROGRAMS = ("EPS", "WMF", "EMF", "BUFR", "GRIB", "HDF5")
+ORIENTATION = 0x0112  # of EXIF
+TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # of an orientation to Pillow's `Transpose`
 KINDS = "images (PIL, numpy, torch), URLs, data URLs, base64, paths or the bytes of files"
 
 
@@ -86,7 +88,7 @@ def read_images(images: list[Any], image_processor: Any, kwargs: dict[str, Any])
     kwargs.pop("return_tensors", None)
     if kwargs.get("do_convert_rgb", getattr(image_processor, "do_convert_rgb", None)) is False:
         # The caller passes images in the form that the vision tower reads.
-        return [_upright(image) if is_pil(image) or is_array(image) else read_image(image) for image in images]
+        return [upright(image) if is_pil(image) or is_array(image) else read_image(image) for image in images]
     rescale = kwargs.get("do_rescale", getattr(image_processor, "do_rescale", True)) is not False
     layout = kwargs.pop("input_data_format", None)
     pictures = [read_image(image, input_data_format=layout, rescale=rescale) for image in images]
@@ -101,11 +103,24 @@ def read_images(images: list[Any], image_processor: Any, kwargs: dict[str, Any])
     return pictures
 
 
-def _upright(image: Any) -> Any:
-    """The image, turned as its EXIF says, with the channels that it has."""
-    from PIL import ImageOps
+def upright(image: Any) -> Any:
+    """The image, turned as its EXIF says, with the channels that it has.
 
-    return ImageOps.exif_transpose(image) if is_pil(image) else image
+    Pillow's `exif_transpose` writes the EXIF anew, which fails if a part of it is broken. No viewer does that.
+    """
+    if not is_pil(image):
+        return image
+    image.load()
+    try:
+        method = TURNS.get(image.getexif().get(ORIENTATION))
+    except Exception:  # a broken EXIF says nothing; Pillow raises errors of many kinds
+        method = None
+    if method is None:
+        return image
+    turned = image.transpose(method)
+    for name in ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"):  # or it would be turned again
+        turned.info.pop(name, None)
+    return turned
 
 
 def _check_unit_range(image: Any) -> None:
@@ -321,7 +336,7 @@ def _short(source: str | Path) -> str:
 
 
 def _rgb(image: Image, name: str) -> Image:
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     if image.mode in ("I", "F"):
         raise ValueError(
@@ -329,7 +344,7 @@ def _rgb(image: Image, name: str) -> Image:
             "known. Scale the values to 0..255 and call `convert('L')`."
         )
     try:
-        image = ImageOps.exif_transpose(image)
+        image = upright(image)
         if image.mode.startswith("I;16"):  # `convert` would clip the values at 255
             values = np.array(image)
             if isinstance(clear := image.info.get("transparency"), int):

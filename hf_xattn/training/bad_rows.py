@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ..data.loading import Rows
-from ..data.pictures import digest_of, picture_of, picture_parts, what_is_wrong
+from ..data.pictures import digest_of, picture_of, picture_parts, what_is_wrong, why_no_file
 from .launch import is_first_process
 
 
@@ -46,7 +46,7 @@ def read_problems(rows: Rows, indices: Iterable[int] | None = None, opens: bool 
             continue
         folder = rows.folder_of(index)
         for part in picture_parts(row):
-            missing = "path" in part and not Path(part["path"]).is_file()
+            missing = "path" in part and why_no_file(Path(part["path"])) is not None
             if (missing or opens) and (wrong := what_is_wrong(part, folder)) is not None:
                 problems.append(Problem(index, wrong))
     return problems

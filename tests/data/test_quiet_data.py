@@ -1,5 +1,7 @@
 """Files of data of which a part would be left out, doubled or read as another, without a word."""
 
+import base64
+import gzip
 import io
 import json
 import tarfile
@@ -170,3 +172,38 @@ def test_pictures_of_unknown_endings(name, tmp_path):
     rows = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {name: content, "0.json": asked()}))
     with pytest.raises(ValueError, match=f"expected .*picture.* got {name}"):
         rows[0]
+
+
+def test_pictures_in_texts(tmp_path):
+    """A picture as a data URL or as base64, and a `file://` address with a blank: rows that are refused."""
+    content = picture("red")
+    (tmp_path / "a b.png").write_bytes(content)
+    text = base64.b64encode(content).decode()
+    address = f"data:image/png;base64,{text}"
+    parts = [{"type": "image", "base64": text}, {"type": "image_url", "image_url": {"url": address}}]
+    forms = [asked(image=address), asked(images=[{"bytes": None, "path": address}])]
+    forms += [
+        json.dumps(
+            {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "red"}]}
+        ).encode()
+        for part in parts
+    ]
+    forms += [asked(image=(tmp_path / "a b.png").as_uri()), asked(image=f"file://localhost{tmp_path}/a%20b.png")]
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(forms))
+    collator, rows = hf_xattn.XAttnDataCollator(make_processor()), hf_xattn.load_rows(tmp_path / "rows.jsonl")
+    expected = make_processor()(images=content)["pixel_values"]
+    for row in rows:
+        assert (collator([row])["pixel_values"] == expected).all()
+    for wrong in ("data:image/png;base64,no!", "data:image/png,abc"):
+        (tmp_path / "rows.jsonl").write_bytes(asked(image=wrong))
+        with pytest.raises(ValueError, match="expected a picture "):
+            hf_xattn.load_rows(tmp_path / "rows.jsonl")[0]
+
+
+def test_lines_that_are_packed(tmp_path):
+    """A packed file of a data set that is read as it was downloaded."""
+    pytest.importorskip("datasets")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl.gz").write_bytes(gzip.compress(asked("one ?") + b"\n" + asked("two ?")))
+    rows = hf_xattn.load_rows(f"{tmp_path}/data#train")
+    assert [row["messages"][0]["content"] for row in rows] == ["one ?", "two ?"]

@@ -6,7 +6,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from tiny_checkpoints import make_picture, make_text_checkpoint
 from transformers import SiglipImageProcessorPil, ViTImageProcessor
 
@@ -341,3 +341,32 @@ def test_images_over_http(processor):
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_broken_exif_beside_an_orientation(orientation, processor):
+    """A photograph that every viewer shows upright, refused because another tag of its EXIF is damaged."""
+    image, exif = picture(), Image.Exif()
+    exif[0x0112], exif[0x010F] = orientation, "Maker"
+    whole = as_file(image, "JPEG", quality=95, exif=exif.tobytes())
+    expected = processor(images=ImageOps.exif_transpose(Image.open(io.BytesIO(whole))))["pixel_values"]
+    block = bytearray(exif.tobytes())
+    place = block.index(bytes([0x01, 0x0F])) + 2
+    block += bytes(64)  # so that nothing reads behind the end
+    failed = 0
+    for kind in (3, 4, 5, 10, 11, 12):  # numbers where a text stands
+        block[place : place + 2] = bytes([0, kind])
+        broken = as_file(image, "JPEG", quality=95, exif=bytes(block))
+        try:
+            ImageOps.exif_transpose(Image.open(io.BytesIO(broken)))
+        except Exception:
+            failed += 1
+        for given in (broken, Image.open(io.BytesIO(broken)), read_image(broken)):
+            assert torch.equal(processor(images=given)["pixel_values"], expected)
+        plain = processor(images=Image.open(io.BytesIO(broken)), do_convert_rgb=False)["pixel_values"]
+        assert torch.equal(plain, expected)
+    assert failed or orientation == 1
+    garbage = as_file(image, "JPEG", quality=95, exif=b"Exif\0\0no header at all")
+    assert torch.equal(
+        processor(images=garbage)["pixel_values"], processor(images=as_file(image, "JPEG", quality=95))["pixel_values"]
+    )

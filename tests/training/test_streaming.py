@@ -121,6 +121,24 @@ def test_bad_rows_are_left_out(stream, workers, batch_size, model, tmp_path, cap
     assert stream == [] or "add `--bad-rows skip`" in error
 
 
+NAMES = ["iVBORw0KGgo=" * 400, "a\0b.png", "red.png/b.png", "."]
+
+
+@pytest.mark.parametrize("stream", [["--stream"], []])
+def test_names_that_cannot_be_opened(stream, model, tmp_path, capsys):
+    """Base64 where the name of a file is expected, that ends a run which is to leave bad rows out."""
+    broken = {3 * index + 2: {"file_name": name, "text": "a"} for index, name in enumerate(NAMES)}
+    data = write_examples(tmp_path / "data", lines(30, broken))
+    skip = ["--bad-rows", "skip", "--bad-rows-limit", "0.2", "--batch-size", "4", "--epochs", "1"]
+    options = ["--data", data, *stream, *skip, "--output", tmp_path / "out"]
+    status, out, error = run_training(capsys, model, *options, *FAST[:4])
+    assert status == 0, error
+    told = [json.loads(line) for line in (tmp_path / "out" / BAD_ROWS_FILE).read_text().splitlines()]
+    assert {int(each["row"].removeprefix("line ")) for each in told} == {row + 1 for row in broken}
+    assert all(re.search("does not exist|cannot be opened|is no file", each["reason"]) for each in told)
+    assert max(len(each["reason"]) for each in told) < 600
+
+
 def test_a_row_group_that_cannot_be_read(model, sources, tmp_path, capsys):
     """A disk error in a shard that is taken for the end of the data."""
     whole = bytearray(sources["parquet"].read_bytes())
