@@ -7,6 +7,7 @@ the row, so that a picture in a column of another name is refused later.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ SPEAKERS = {
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
     "system": "system",
 }
+# Fields that tell examples apart, often by a name such as `train/000.jpg`.
+OF_IDS = re.compile(r"(^|_)(id|ids|uid|uuid|key|hash|key__|url__)$", re.IGNORECASE)
 Messages = list[dict[str, Any]]
 
 
@@ -92,7 +95,7 @@ def _check_names(given: Sequence[str], known: Sequence[str], cutoff: float = 0.6
 def _check_no_pictures(others: Mapping[str, Any]) -> None:
     """Raises a `ValueError` for a field of a row without a picture that names the file of one."""
     for name, value in others.items():
-        if _names_a_picture(value):
+        if _names_a_picture(value) and not OF_IDS.search(name):
             raise ValueError(
                 f"expected the name of a picture in one of {list(PICTURES)}, got it in {name!r}, which is not read: "
                 f"{value!r:.100}. Rename or remove the field"

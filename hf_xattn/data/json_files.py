@@ -90,11 +90,19 @@ def _objects(path: str) -> Iterator[_Piece]:
         skip(" \t\r\n")
         text, position = text[1:], position + 1  # the bracket
         number, start = 0, 0  # start: of what is left, in `text`
+        commas = 0  # behind the last object
         while True:
             while start < len(text) and text[start] in " \t\r\n,":
+                commas += text[start] == ","
                 start += 1
                 position += 1
-            if start < len(text) and text[start] == "]":
+            ends = start < len(text) and text[start] == "]"
+            if start < len(text) and commas != (number > 0 and not ends):
+                raise ValueError(
+                    f"{path} holds an array of JSON that cannot be read: object {number}: expected one comma between "
+                    f"two objects, got {commas} in front of byte {position}."
+                )
+            if ends:
                 left = text[start + 1 :].encode()
                 while left or (left := file.read(CHUNK)):
                     if left.strip():
@@ -106,6 +114,10 @@ def _objects(path: str) -> Iterator[_Piece]:
                 complete = end < len(text)  # a number may go on in the next chunk
             except json.JSONDecodeError as error:
                 complete, failure = False, f"{error.msg} behind byte {position}"
+            except (RecursionError, ValueError) as error:  # brackets in brackets, or a number of thousands of digits
+                raise ValueError(
+                    f"{path} holds an array of JSON that cannot be read: object {number}: {error}"
+                ) from None
             else:
                 failure = f"the end of the array is missing behind byte {position}"
             if not complete:
@@ -118,7 +130,7 @@ def _objects(path: str) -> Iterator[_Piece]:
             content = text[start:end].encode()
             del value
             yield _Piece(position, content, number)
-            number, position, start = number + 1, position + len(content), end
+            number, position, start, commas = number + 1, position + len(content), end, 0
 
 
 MAX_OBJECT = 2**28  # characters; a broken array is not read to its end
@@ -166,7 +178,7 @@ class _OpenLines:
 class _OpenArray:
     def __init__(self, path: str, unit: Unit):
         self._first = unit.first
-        self._values = json.loads(b"[" + _read(path, unit) + b"]")
+        self._values = read_json(b"[" + _read(path, unit) + b"]")
 
     def example(self, place: int) -> Mapping[str, Any]:
         value = self._values[place]

@@ -77,7 +77,10 @@ class Rows(Sequence[dict[str, Any]]):
 
     def read(self, index: int) -> dict[str, Any]:
         """Row `index`; an error of it does not say where the row is."""
-        return row_of(self.example(index), self.folder_of(index), self.prompt)
+        try:
+            return row_of(self.example(index), self.folder_of(index), self.prompt)
+        except RecursionError:
+            raise ValueError("its values are nested too deeply") from None
 
     def example(self, index: int) -> Mapping[str, Any]:
         """What the file holds for a row, before it becomes one."""

@@ -12,6 +12,7 @@ from template_models import make_processor
 
 import hf_xattn
 from hf_xattn.data.order import Shuffled
+from hf_xattn.training.bad_rows import read_problems
 
 
 def picture(colour, kind="PNG"):
@@ -207,3 +208,53 @@ def test_lines_that_are_packed(tmp_path):
     (tmp_path / "data" / "train.jsonl.gz").write_bytes(gzip.compress(asked("one ?") + b"\n" + asked("two ?")))
     rows = hf_xattn.load_rows(f"{tmp_path}/data#train")
     assert [row["messages"][0]["content"] for row in rows] == ["one ?", "two ?"]
+
+
+ROW = asked().decode()
+COMMAS = {"missing": f"[{ROW} {ROW}]", "doubled": f"[{ROW},, {ROW}]", "first": f"[,{ROW}]", "last": f"[{ROW},]"}
+
+
+@pytest.mark.parametrize("case", COMMAS)
+@pytest.mark.parametrize("space", ["", " " * 2**20])
+def test_commas_of_an_array(case, space, tmp_path):
+    """An array that is read until an epoch comes to its broken place, and then loses 256 rows."""
+    (tmp_path / "a.json").write_text(COMMAS[case].replace(" ", f" {space}").replace(",", f",{space}"))
+    with pytest.raises(
+        ValueError, match="a.json holds an array of JSON that cannot be read: object .*one comma between"
+    ):
+        hf_xattn.load_rows(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text(f"[{ROW},{space}{ROW}{space},{ROW}{space}]")
+    assert len(hf_xattn.load_rows(tmp_path / "a.json")) == 3
+
+
+@pytest.mark.parametrize("depth", [300, 900, 100_000])
+def test_values_that_are_nested_deeply(depth, tmp_path):
+    """One line of brackets that ends a run which is to leave bad rows out."""
+    deep = asked()[:-1] + b', "a": ' + b"[" * depth + b"]" * depth + b"}"
+    (tmp_path / "a.jsonl").write_bytes(deep + b"\n" + asked())
+    write_tar(tmp_path / "a.tar", {"0.json": deep, "1.json": asked()})
+    for name in ("a.jsonl", "a.tar"):
+        rows = hf_xattn.load_rows(tmp_path / name)
+        assert rows[1]["messages"][0]["content"] == "what colour ?"
+        try:
+            rows[0]
+        except ValueError as error:
+            assert name in str(error) and "nested too deeply" in str(error) and depth > 300
+        else:
+            assert depth < 100_000
+        assert [problem.row for problem in read_problems(rows)] in ([0], []) and not rows.is_caption(0)
+    (tmp_path / "a.json").write_bytes(b"[" + asked() + b"," + deep + b"]")
+    try:
+        assert len(hf_xattn.load_rows(tmp_path / "a.json")) == 2
+    except ValueError as error:
+        assert "object 1" in str(error)
+
+
+@pytest.mark.parametrize("name", ["id", "image_id", "__key__", "sample_uuid"])
+def test_an_id_that_looks_like_a_picture(name, tmp_path):
+    """A row without a picture that is refused for its number."""
+    (tmp_path / "a.jsonl").write_bytes(asked(**{name: "x/000.jpg"}))
+    assert hf_xattn.load_rows(tmp_path / "a.jsonl")[0]["messages"][0]["content"] == "what colour ?"
+    (tmp_path / "a.jsonl").write_bytes(asked(scene="x/000.jpg"))
+    with pytest.raises(ValueError, match="got it in 'scene', which is not read"):
+        hf_xattn.load_rows(tmp_path / "a.jsonl")[0]
