@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import math
 import os
@@ -25,6 +26,9 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # What the name of a data set may end with: `@` and its configuration, `#` and its split.
 PARTS = re.compile(r"([^@#]+)(?:@([\w.-]+))?(?:#([\w.-]+))?")
 BRACES = re.compile(r"\{([^{}]*)\}")
+TABLES = (".parquet", ".tar", ".arrow")
+HEAD = 1024  # bytes that tell whether a file is an array
+MOST_NAMED = 6
 SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")  # what `save_to_disk` of `datasets` writes
 
 
@@ -98,20 +102,41 @@ def _metadata_of(folder: str) -> str | None:
     lines = [file for file in files if file.endswith(".jsonl")]
     if METADATA in lines:
         return os.path.join(folder, METADATA)
-    if len(lines) == 1:
+    others = [name for name in files if name in SAVED] or _others_with_rows(folder)
+    tables = {os.path.splitext(name)[1] for name in others if name in SAVED or name.endswith(TABLES)}
+    if len(lines) == 1 and not others:
         return os.path.join(folder, lines[0])
-    if lines:
-        raise ValueError(f"Expected {folder} to hold {METADATA}, with one example per line, got {lines}.")
-    if any(name in files for name in SAVED) or _holds_tables(folder):
+    if lines or len(tables) > 1:
+        found = [*lines, *others]
+        more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        raise ValueError(
+            f"Expected {folder} to hold {METADATA}, with one example per line, or rows of one kind, got "
+            f"{found[:MOST_NAMED]}{more}. Name what to read, such as {os.path.join(folder, found[0])}."
+        )
+    if tables:
         return None
     raise ValueError(
         f"Expected {folder} to hold {METADATA}, with one example per line, or Parquet or tar files, got no such file."
     )
 
 
-def _holds_tables(folder: str) -> bool:
-    kinds = (".parquet", ".tar", ".arrow")
-    return any(name.endswith(kinds) for _, _, names in os.walk(folder) for name in names)
+def _others_with_rows(folder: str) -> list[str]:
+    """The files of a folder, and of those in it, that hold rows, but for lines at its top: their names in it."""
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(name for name in names if not name.startswith(".")):
+            path, top = os.path.join(place, name), place == folder
+            array = top and name.endswith(".json") and _is_array(path)
+            if array or name.endswith((*TABLES, ".jsonl.gz")) or (name.endswith(".jsonl") and not top):
+                found.append(os.path.relpath(path, folder))
+    return found
+
+
+def _is_array(path: str) -> bool:
+    """Whether a file begins as an array of objects."""
+    with open(path, "rb") as file:
+        return re.match(rb"\s*\[\s*\{", file.read(HEAD).removeprefix(codecs.BOM_UTF8)) is not None
 
 
 def _expanded(name: str) -> list[str]:

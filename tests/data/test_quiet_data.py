@@ -154,9 +154,10 @@ def test_twins_that_macos_leaves(tmp_path):
         members |= {f"{number}.json": asked(), f"__MACOSX/._{number}.png": b"x"}
     rows = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", members))
     assert [pictures_of(row) for row in rows] == [[picture("red")], [picture("blue")]]
+    (tmp_path / "lines").mkdir()
     for name in ("train.jsonl", "._train.jsonl"):
-        (tmp_path / name).write_bytes(asked())
-    assert len(hf_xattn.load_rows(tmp_path)) == 1
+        (tmp_path / "lines" / name).write_bytes(asked())
+    assert len(hf_xattn.load_rows(tmp_path / "lines")) == 1
 
 
 def test_files_of_a_sample_that_stand_apart(tmp_path):

@@ -350,6 +350,47 @@ def test_data_sets(sources, tmp_path):
             hf_xattn.load_rows(wrong)
 
 
+STRAYS = {"parquet": "train.parquet", "tar": "data/a.tar", "llava": "llava.json", "lines": "train/rows.jsonl"}
+
+
+@pytest.mark.parametrize("kind", STRAYS)
+def test_a_folder_of_two_kinds_of_rows(kind, sources, tmp_path):
+    """A stray file of lines that is trained on in place of the data."""
+    other = tmp_path / STRAYS[kind]
+    other.parent.mkdir(exist_ok=True)
+    lines = json.dumps({"question": "stray ?", "answer": "b"})
+    given = {"parquet": sources["parquet"], "tar": Path(str(sources["tar"]).replace("{000..001}", "000"))}
+    other.write_bytes(given[kind].read_bytes() if kind in given else f"[{lines}]".encode())
+    if kind in given:
+        assert len(hf_xattn.load_rows(tmp_path)) == len(hf_xattn.load_rows(other))
+    (tmp_path / "eval.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=rf"got \['eval.jsonl', '{STRAYS[kind]}'\]. Name what to read"):
+        hf_xattn.load_rows(tmp_path)
+    (tmp_path / "eval.jsonl").rename(tmp_path / "metadata.jsonl")
+    assert hf_xattn.load_rows(tmp_path)[0]["messages"][0]["content"] == "stray ?"
+
+
+def test_a_folder_with_other_files_beside_its_rows(sources, tmp_path):
+    """A folder that is refused for a list of labels, or what is hidden; tables of two kinds, of which one is lost."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "a ?", "answer": "b"}))
+    (tmp_path / "labels.json").write_text('["red", "blue"]')
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "a.parquet").write_bytes(b"x")
+    assert len(hf_xattn.load_rows(tmp_path)) == 1
+    (tmp_path / "rows.jsonl").rename(tmp_path / ".rows.jsonl")
+    for name in ("a.parquet", "b.tar"):
+        (tmp_path / name).write_bytes(sources["parquet"].read_bytes())
+    with pytest.raises(ValueError, match=r"or rows of one kind, got \['a.parquet', 'b.tar'\]"):
+        hf_xattn.load_rows(tmp_path)
+    import datasets
+
+    datasets.load_from_disk(str(sources["saved"])).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved" / "eval.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match=r"got \['eval.jsonl', 'dataset_info.json', 'state.json'\]"):
+        hf_xattn.load_rows(tmp_path / "saved")
+
+
 def test_pictures_lie_elsewhere(tmp_path):
     """Names of pictures that are looked for beside the file."""
     pictures = write_pictures(tmp_path / "elsewhere")
