@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .json_files import read_json
@@ -18,11 +18,39 @@ from .units import ROWS_OF_A_UNIT, DataFile, Unit
 OPEN_FILES = 64
 
 
+class UnreachableError(OSError):
+    """A file that is somewhere else could not be read: an error of the network, and none of the file or its rows."""
+
+
+class _Remote:
+    """A file somewhere else. `pyarrow` raises an `OSError` for broken contents, so errors of the way get their own."""
+
+    def __init__(self, path: str):
+        import fsspec
+
+        self._path = path
+        self._file = self._tried(fsspec.open(path, "rb").open)
+
+    def read(self, *size: int) -> bytes:
+        return self._tried(self._file.read, *size)
+
+    def _tried(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:  # each kind of address has errors of its own
+            why = str(error) or type(error).__name__
+            raise UnreachableError(f"{self._path} cannot be reached: {why}") from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 def index_parquet(path: str) -> DataFile:
     """Reads the footer of a file. `path` may be any address of `fsspec`, such as one on the Hub.
 
     Raises:
         ValueError: for a file that is no Parquet file, or is cut off.
+        UnreachableError: for an address that does not answer. It is no error of a row, so reading rows raises it too.
     """
     metadata = _parquet_file(path).metadata
     units, first = [], 0
@@ -50,9 +78,9 @@ def _opened(path: str, process: int) -> Any:
     try:
         if "://" not in path:
             return pyarrow.parquet.ParquetFile(path, memory_map=True)
-        import fsspec
-
-        return pyarrow.parquet.ParquetFile(fsspec.open(path, "rb").open())
+        return pyarrow.parquet.ParquetFile(_Remote(path))
+    except UnreachableError:
+        raise
     except (ArrowException, OSError) as error:
         raise ValueError(f"Expected a Parquet file, got {path}, which cannot be read: {error}") from error
 
@@ -64,6 +92,8 @@ class _OpenRowGroup:
         self._first = unit.first
         try:
             self._table = _parquet_file(path).read_row_group(unit.start)
+        except UnreachableError:
+            raise
         except (ArrowException, OSError) as error:
             raise ValueError(f"row group {unit.start} cannot be read: {error}") from error
         self._json = _json_columns(_features_of(self._table.schema))

@@ -250,7 +250,7 @@ class RunData:
         trained, longest = collate if self.streams else self._as_trained(collate), 0
         for rows in self._sources():
             # An evaluation reads all its rows anyway. One that skips some by the way would read others twice.
-            if self.streams and (rows is self.rows or len(rows) > STREAM_ROWS):
+            if self.streams and rows is self.rows:
                 continue
             problems, tokens = find_problems(rows, trained if rows is self.rows else collate, with_pixels)
             self._found.append((rows, problems))

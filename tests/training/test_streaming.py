@@ -177,10 +177,12 @@ def test_held_out_rows_of_a_stream(model, sources, tmp_path, capsys):
     assert status == 0 and "18 examples to train on, 6 to evaluate on" in out and "evaluation loss" in out, error
 
 
-def test_bad_rows_of_an_evaluation(model, tmp_path, capsys):
+@pytest.mark.parametrize("most", [20_000, 3])
+def test_bad_rows_of_an_evaluation(most, model, tmp_path, capsys, monkeypatch):
     """A row that counts twice in the evaluation loss, in place of a bad one; a run that ends at its first evaluation,
     after the training.
     """
+    monkeypatch.setattr(run_data, "STREAM_ROWS", most)
     data = write_examples(tmp_path / "data", lines(8, {}))
     another = {2: {"file_name": "red.png", "question": "how many ?", "answer": "There are 7 of them."}}
     others = write_examples(tmp_path / "others", lines(4, another | {1: BROKEN[3]}))
