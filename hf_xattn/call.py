@@ -29,7 +29,7 @@ from .cache.visibility import look
 from .cache.xattn_cache import XAttnCache
 from .configuration_xattn import XAttnConfig
 from .decoders.activation_wrappers import recomputes_layers
-from .decoders.decoder import may_skip_layers
+from .decoders.decoder import holds_text, may_skip_layers
 from .decoders.packed_rows import find_samples
 from .decoders.text_inputs import check_covered
 from .images.conversation import (
@@ -134,8 +134,9 @@ def read_call(
     if given_cache is not None or use_cache:
         cache = _find_cache(config, given_cache, images, rows, length)
     text_cache = given_cache if cache is None else cache.self_attention_cache
-    if cache is not None and uncached is not None:
-        text_cache = _to_read(cache, uncached, model.text_model.training)
+    if uncached is not None:
+        _refuse_text(text_cache, uncached)
+        text_cache = None
     if text_cache is not None:
         decoder.check_continues(length, text_cache)
         check_covered(text.get("attention_mask"), length, text_cache)
@@ -174,7 +175,7 @@ def check_cache(cache: Any) -> None:
 
 def why_uncached(model: Any) -> str | None:
     """Why a forward of the model must not write into a cache; None if it may."""
-    learns = model.training or torch.is_grad_enabled()
+    learns = model.training or model.text_model.training or torch.is_grad_enabled()
     if learns and recomputes_layers(model, model._interface.receives_keywords):
         return RECOMPUTES
     return SKIPS_LAYERS if model.text_model.training and may_skip_layers(model.text_model) else None
@@ -198,16 +199,13 @@ def _find_cache(
     return None
 
 
-def _to_read(cache: XAttnCache, uncached: str, training: bool) -> Cache | None:
-    """The text half for a decoder that must not write into it: None if it holds nothing to read."""
-    if not int(cache.get_seq_length()):
-        return None
-    if training:  # a layer that is skipped, or runs twice, does not read it
+def _refuse_text(cache: Cache | None, uncached: str) -> None:
+    """Raises a `ValueError` for cached text, which a layer that is skipped, or runs twice, does not read."""
+    if holds_text(cache):
         raise ValueError(
-            f"{uncached}, so no text can be added to `cache`, which already holds text. Call `model.eval()`, "
-            "or set `layerdrop` of the decoder to 0 and call `gradient_checkpointing_disable()`."
+            f"{uncached}, so no text can be added to `cache`, which already holds text. Call `model.eval()` and use "
+            "`torch.no_grad()`, or set `layerdrop` of the decoder to 0 and turn gradient checkpointing off."
         )
-    return cache.self_attention_cache
 
 
 def find_images(model: Any, call: Call) -> ImagesOfCall | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
@@ -24,6 +24,7 @@ from .cache.image_cache import ImageCache
 from .cache.image_layout import rows_to
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
 from .call import check_cache, why_uncached
+from .decoders.decoder import holds_text
 from .decoders.text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary
 from .images.conversation import PreparedImages, TextOfCall, read_images, wrong_markers_of_known_images
 from .images.image_inputs import ImageInputs
@@ -309,7 +310,7 @@ class XAttnGenerationMixin:
         if isinstance(mask, torch.Tensor) and text.rows:
             mask = mask[:: max(mask.shape[0] // text.rows, 1)]  # without the copies for beams and return sequences
         decoder.check_padding(mask, text.new, text_half, by_one=1 in (chunk, text.new), generates=True)
-        if chunk is not None and not has("prefill_chunk_size") and (text.cached or _holds_keys(given)):
+        if chunk is not None and not has("prefill_chunk_size") and (text.cached or holds_text(text_half)):
             what = f"Reading several new tokens with {decoder.name}" if decoder.forgets else "`prefill_chunk_size`"
             raise ValueError(needs("prefill_chunk_size", f"{what} after cached text"))
 
@@ -452,13 +453,6 @@ class XAttnGenerationMixin:
         own: Any = getattr(self.model.text_model, "create_masks_for_generate", create_masks_for_generate)
         text_config = self.model.text_model.config
         return own(config=text_config, **{CACHE: cache}, **kwargs)
-
-
-def _holds_keys(cache: Cache | None) -> bool:
-    """Whether a cache without a place for images, which `_text_of_generate` does not count, holds text."""
-    if cache is None or isinstance(cache, EncoderDecoderCache):
-        return False
-    return any(isinstance(layer, CacheLayerMixin) and int(layer.get_seq_length()) > 0 for layer in cache.layers)
 
 
 def _text_of_generate(text: torch.Tensor, attention_mask: Any, cache: XAttnCache | None) -> TextOfCall:

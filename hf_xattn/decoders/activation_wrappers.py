@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ..layers.context import KEYWORD
-from ..utils.transformers_api import checkpoints_activations
 from .channel import carried_context
 from .insertion import is_cross_attending
 
@@ -37,7 +36,10 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
     Raises:
         ValueError: for a reentrant wrapper.
     """
-    if model.training and checkpoints_activations(model):
+    # A frozen model is in evaluation mode around its layers, which checkpoint all the same.
+    if any(
+        module.training and getattr(module, "gradient_checkpointing", False) for module in model.text_model.modules()
+    ):
         return True
     # Compiled code repeats a layer without what it writes.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():

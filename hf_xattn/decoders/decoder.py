@@ -283,6 +283,14 @@ def _cache_layers(text_model: PreTrainedModel) -> list[Any]:
         return []
 
 
+def holds_text(cache: Cache | None) -> bool:
+    """Whether a decoder's cache holds keys and values, or a state, of earlier text."""
+    if cache is None:
+        return False
+    keys = (layer for layer in cache.layers if isinstance(layer, CacheLayerMixin))
+    return any(int(layer.get_seq_length()) > 0 for layer in keys) or _holds_state(cache)
+
+
 def _holds_state(cache: Cache) -> bool:
     layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
     return any(any(layer.has_previous_state.values()) for layer in layers)

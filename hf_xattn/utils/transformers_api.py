@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import transformers
 from packaging.version import Version
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without what `REPAIRED` says of it
@@ -173,12 +173,6 @@ def empty_dynamic_layers(cache: Cache) -> None:
         if isinstance(layer, DynamicLayer) and layer.keys is not None:
             layer.keys = layer.values = None
             layer.is_initialized = False
-
-
-def checkpoints_activations(model: PreTrainedModel) -> bool:
-    """Whether layers are computed again in the backward pass. Until 5.22 the property had another name."""
-    renamed: bool | None = getattr(model, "is_activation_checkpointing", None)
-    return model.is_gradient_checkpointing if renamed is None else renamed
 
 
 try:  # since 5.20

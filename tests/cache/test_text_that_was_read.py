@@ -1,9 +1,17 @@
 """Text in the cache of a caller: read once, and never passed over, whatever the call looks like."""
 
+import copy
+
 import pytest
 import torch
+from gradient_checks import checkpoint_activations
+from tiny_decoders import make_tiny, retrofitted
 from tiny_models import make_model, pixels, token_ids
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from hf_xattn import freeze_base
+from hf_xattn.utils.transformers_api import CACHE
 
 
 LOOKUP = {"do_sample": False, "prompt_lookup_num_tokens": 3}
@@ -66,16 +74,38 @@ def test_generate_while_training(monkeypatch):
         generate(model, ids, pixel_values=images, cache=empty(model))
 
 
-def test_cached_text_while_training():
-    """Text in the cache that checkpointed layers do not read."""
-    model, images, ids = make_model(), pixels(), token_ids()
-    cache = empty(model)
+@pytest.mark.parametrize("plain", [False, True], ids=["with_images", "plain_cache"])
+@pytest.mark.parametrize("way", ["training", "frozen", "text_model_alone", "wrapped_in_evaluation"])
+def test_cached_text_beside_checkpointing(way, plain):
+    """Text in the cache that checkpointed layers do not read, or that they would write twice: other logits."""
+    model, ids = make_model(), token_ids()
+    cache, images = (DynamicCache(), {}) if plain else (empty(model), {"pixel_values": pixels()})
     with torch.no_grad():
-        model(ids, pixel_values=images, cache=cache)
-    model.train().gradient_checkpointing_enable()
+        model(ids, cache=cache, **images)
+        expected = model(ids[:, :1], cache=copy.deepcopy(cache)).logits
+    if way == "wrapped_in_evaluation":
+        layers = model.get_decoder().layers
+        for index, layer in enumerate(layers):
+            layers[index] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    else:
+        checkpoint_activations(freeze_base(model) if way == "frozen" else model)
+        (model.model.text_model if way == "text_model_alone" else model).train()
     for length in (1, 3):
         with pytest.raises(ValueError, match="twice, so no text can be added to `cache`"):
             model(ids[:, :length], cache=cache)
+    assert cache.get_seq_length() == ids.shape[1]
+    with torch.no_grad():  # as the error says
+        assert torch.equal(model.eval()(ids[:, :1], cache=cache).logits, expected)
+
+
+def test_cached_state_beside_checkpointing():
+    """The same for a decoder without keys and values, which keeps a state of the text."""
+    model, ids = retrofitted(make_tiny("mamba2")), token_ids()
+    with torch.no_grad():
+        cache = model(ids, cache=DynamicCache(config=model.config.get_text_config(decoder=True)))[CACHE]
+    checkpoint_activations(model.train())
+    with pytest.raises(ValueError, match="twice, so no text can be added to `cache`"):
+        model(ids[:, :1], cache=cache)
 
 
 @pytest.mark.parametrize("length", [1, 3])

@@ -12,7 +12,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils.logging import warning_once
 
 from hf_xattn import XAttnForConditionalGeneration, added_modules, lora_targets, retrofit
-from hf_xattn.utils.transformers_api import checkpoints_activations, has
+from hf_xattn.utils.transformers_api import has
 
 
 peft = pytest.importorskip("peft")
@@ -311,7 +311,7 @@ def test_lora_on_a_quantized_base(method, where, tmp_path):
     model.save_pretrained(tmp_path / "base")
     model = load(tmp_path / "base")
     model = peft.prepare_model_for_kbit_training(model)
-    assert checkpoints_activations(model)
+    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     wrapped = peft.get_peft_model(
         model,
         peft.LoraConfig(
