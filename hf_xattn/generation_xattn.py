@@ -140,10 +140,10 @@ class XAttnGenerationMixin:
 
         Raises:
             TypeError: for text or an `attention_mask` that is no tensor, text of a wrong dtype, or `image_inputs`.
-            ValueError: for images without text, `token_healing` beside images, text of a wrong rank, if the text has
-                image markers but there are no images, if the numbers of markers and images differ (with
-                `image_visibility` other than `"all"`), or if batches or lengths of text, images, masks and cache do
-                not fit together.
+            ValueError: for images without text, `token_healing` beside images, continuous batching, text of a wrong
+                rank, if the text has image markers but there are no images, if the numbers of markers and images
+                differ (with `image_visibility` other than `"all"`), or if batches or lengths of text, images, masks
+                and cache do not fit together.
         """
         given = kwargs.pop(IMAGES, None)
         images = ImageInputs.take_from(self.config, kwargs)
@@ -167,7 +167,7 @@ class XAttnGenerationMixin:
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
         text = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
         attentions = StepAttentions(1)
-        self._check_text(text, images, cache, kwargs)
+        self._check_text(text, images, cache)
         if text is not None:
             if input_ids is None:
                 check_embeds(text, self.model.text_model.get_input_embeddings())
@@ -196,26 +196,43 @@ class XAttnGenerationMixin:
             if isinstance(cache, XAttnCache):  # where it fails, a mask must not wait for another text
                 cache.progress = cache.progress.with_coming(None)
 
-    def _check_text(self, text: Any, images: ImageInputs, cache: Any, kwargs: dict[str, Any]) -> None:
-        """Raises where transformers would answer, or change the text, without the images."""
+    def _check_text(self, text: Any, images: ImageInputs, cache: Any) -> None:
+        """Raises where transformers would answer without the images."""
         if text is None and not images.is_empty:
             raise ValueError(
                 "Expected `input_ids` or `inputs_embeds` beside images, got neither. Pass the text that the answer "
                 "follows: at least one token for each row, such as the BOS token."
             )
-        config = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
         if isinstance(cache, ImageCache) and not cache.cross_attention_cache.rows and images.images is None:
             raise ValueError(
                 "Expected `cache` to hold the images of `encode_images`, got a cache without any: `reset` "
                 "removes them, too."
             )
-        heals = kwargs.get("token_healing", getattr(config, "token_healing", False))
-        cached = isinstance(cache, XAttnCache) and cache.cross_attention_cache.rows
-        if heals and (cached or not images.is_empty):
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """transformers' own: the options that `generate` will use, wherever they come from.
+
+        Raises a `ValueError` for an option with which transformers would answer without the images.
+        """
+        base: Any = super()
+        config, model_kwargs = base._prepare_generation_config(*args, **kwargs)
+        request, cache = model_kwargs.get(IMAGES), model_kwargs.get(CACHE)
+        sees = isinstance(request, _ImagesOfGenerate) and not request.inputs.is_empty
+        sees = sees or (isinstance(cache, XAttnCache) and cache.cross_attention_cache.rows > 0)
+        if config.token_healing and sees:
             raise ValueError(
-                f"Expected `token_healing=False` beside images, got {heals!r}: it asks for the last token of the text "
-                "anew, without the images."
+                f"Expected `token_healing=False` beside images, got {config.token_healing!r}: it asks for the last "
+                "token of the text anew, without the images."
             )
+        return config, model_kwargs
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises a `ValueError`: transformers' `generate_batch` and `cache_implementation="paged"` pass no images."""
+        raise ValueError(
+            f'Continuous batching (`generate_batch`, `init_continuous_batching`, `cache_implementation="paged"`) is '
+            f"not supported by {type(self).__name__}: it passes no images to the steps. Call `generate` with a batch. "
+            "For text alone, call `generate_batch` of `model.model.text_model`."
+        )
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         """transformers' own, which refuses unknown arguments. The error tells the name that is meant."""

@@ -213,9 +213,7 @@ class ChatSession:
 
     def _keep(self, cache: XAttnCache, ids: torch.Tensor) -> None:
         """Keeps the cache for the next turn, if it holds these tokens, but the last one, which nothing has read."""
-        config = self.options.get("generation_config") or self.model.generation_config
-        beams = self.options.get("num_beams") or config.num_beams or 1  # with several it ends as another one did
-        if beams == 1 and int(cache.get_seq_length()) == len(ids) - 1:
+        if cache.broken is None and int(cache.get_seq_length()) == len(ids) - 1:
             self._cache, self._cached_ids = cache, ids[:-1]
 
     def _cache_for(self, input_ids: torch.Tensor) -> XAttnCache:

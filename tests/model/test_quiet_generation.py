@@ -8,7 +8,7 @@ import tiny_mllama
 import torch
 from template_models import make_tokenizer
 from tiny_models import make_model, make_text, pixels, token_ids, vision_config
-from transformers import SiglipVisionModel
+from transformers import GenerationConfig, SiglipVisionModel
 
 from hf_xattn import retrofit
 
@@ -65,16 +65,40 @@ def test_the_code_of_a_custom_generate(tmp_path):
 
 
 @torch.no_grad()
-def test_token_healing(tmp_path):
-    """The last token of a prompt, asked for anew without the pictures."""
+@pytest.mark.parametrize("way", ["keyword", "argument", "positional", "partial_argument", "of_the_model"])
+def test_token_healing(way):
+    """The last token of a prompt, asked for anew without the pictures, wherever `generate` finds the option."""
     model, ids, images = make_model(), torch.tensor([[4, 5, 6, 7, 5]]), pixels(1, 1)
-    healing = {"token_healing": True, "tokenizer": make_tokenizer()}
+    args, options = (), {"tokenizer": make_tokenizer()}
+    if way in ("of_the_model", "partial_argument"):
+        model.generation_config.token_healing = True
+    if way == "keyword":
+        options["token_healing"] = True
+    elif way in ("argument", "partial_argument"):
+        options["generation_config"] = GenerationConfig(token_healing=True if way == "argument" else None)
+    elif way == "positional":
+        args = (GenerationConfig(token_healing=True),)
     for given in ({"pixel_values": images}, {"cache": model.encode_images(images)}):
         with pytest.raises(ValueError, match="`token_healing=False` beside images, got True"):
-            say(model, ids, **given, **healing)
-    model.generation_config.token_healing = True
-    with pytest.raises(ValueError, match="`token_healing=False` beside images, got True"):
-        say(model, ids, pixel_values=images)
+            say(model, ids, *args, **given, **options)
+    if way == "of_the_model":  # a keyword has the last word
+        say(model, ids, pixel_values=images, token_healing=False)
+
+
+@torch.no_grad()
+def test_continuous_batching():
+    """The prompt without a new token after half a minute, with the error in a log: its steps carry no images."""
+    model, ids, images = make_model(), token_ids(2, 5), pixels(2, 1)
+    with pytest.raises(ValueError, match="`generate_batch`.* is not supported by XAttnForConditionalGeneration"):
+        say(model, ids, pixel_values=images, cache_implementation="paged")
+    for given in ({"pixel_values": images}, {}):
+        with pytest.raises(ValueError, match="Call `generate` with a batch"):
+            model.generate_batch(ids.tolist(), **given)
+    for call in (model.init_continuous_batching, model.continuous_batching_context_manager().__enter__):
+        with pytest.raises(ValueError, match="For text alone, call `generate_batch` of `model.model.text_model`"):
+            call()
+    expected = say(model, ids, pixel_values=images)  # transformers reads the option as a keyword alone
+    assert torch.equal(say(model, ids, GenerationConfig(cache_implementation="paged"), pixel_values=images), expected)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from chat_models import NEW_TOKENS, answer, drawing, question
 from tiny_models import strengthen
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
 from hf_xattn import attention_maps
 from hf_xattn.serving.chat_session import ChatSession
@@ -165,6 +165,20 @@ def test_a_cache_that_holds_other_tokens(options, model, processor, monkeypatch)
             said = session.ask(text, images)
             assert said == answer(model, processor, messages, **options), (end, turn)
             messages.append({"role": "assistant", "content": said})
+
+
+def test_beams_of_the_model_beside_a_configuration(model, processor, monkeypatch):
+    """A configuration without a word on beams, where `generate` takes the model's: the next turn fails."""
+    monkeypatch.setattr(model.generation_config, "num_beams", 3)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    config = GenerationConfig(do_sample=False, num_beams=None)
+    session = ChatSession(model, processor, max_new_tokens=NEW_TOKENS, generation_config=config)
+    messages = []
+    for text, images in ((TEXT, [drawing(0)]), ("and this ?", [])):
+        messages.append(question(text, *images) if images else {"role": "user", "content": text})
+        said = session.ask(text, images)
+        assert said == answer(model, processor, messages)
+        messages.append({"role": "assistant", "content": said})
 
 
 def test_a_model_whose_configuration_uses_no_cache(session, model, processor, monkeypatch):
