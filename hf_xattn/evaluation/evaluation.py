@@ -198,7 +198,8 @@ def inputs_of(processor: Any, chats: Sequence[Messages]) -> Any:
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
-        processor_kwargs={"padding": True},
+        # Processors of transformers pad where their tokenizer does, which may be behind the question.
+        processor_kwargs={"padding": True, "padding_side": "left"},
     )
 
 

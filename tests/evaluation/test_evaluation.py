@@ -9,11 +9,13 @@ import torch
 from chat_models import data_url
 from huggingface_hub import ModelCard
 from template_models import make_chat_model, make_processor, picture
+from tiny_mllama import make_mllama, make_mllama_processor
 
 from hf_xattn.commands.main import main
 from hf_xattn.evaluation.card import AS_BASE, BASE, BESIDE
 from hf_xattn.evaluation.evaluation import ANOTHER, BLIND, FREQUENT, MODEL, Answered, Asker, by_group, evaluate
 from hf_xattn.evaluation.questions import Question, other_pictures, questions_of
+from hf_xattn.importers import import_checkpoint
 
 
 NEW_TOKENS = 6
@@ -401,3 +403,18 @@ def test_nothing_drops_out(saved):
     expected = Asker(model.eval(), processor, 4, NEW_TOKENS)("", asked)
     model.train()
     assert Asker(model, processor, 4, NEW_TOKENS)("", asked) == expected and model.training
+
+
+def test_a_tokenizer_that_pads_on_the_right():
+    """Answers behind padding, which are those of other questions: the processor of an imported Llama 3.2 Vision."""
+    model, processor = import_checkpoint(make_mllama()), make_mllama_processor()
+    processor.tokenizer.padding_side = "right"
+    processor.chat_template = (
+        "{% for message in messages %}{% for part in message.content %}"
+        "{{ '<|image|> ' if part.type == 'image' else part.text + ' ' }}{% endfor %}{% endfor %}w9"
+    )
+    texts = ["w1 w2 w3 w4 w5 w6 w7 w8", "w1", "w4 w5", "w7 w2 w3"]
+    questions = [Question(asked(text, picture(index)), "") for index, text in enumerate(texts)]
+    for shown in (questions, [Question(asked(text), "") for text in texts]):
+        expected = Asker(model, processor, 1, NEW_TOKENS).tokens("alone", shown)
+        assert Asker(model, processor, 4, NEW_TOKENS).tokens("together", shown) == expected
