@@ -420,8 +420,15 @@ def _markers(config: XAttnConfig, call: Call, decided: bool, packed: bool) -> to
 
 
 def _found_markers(config: XAttnConfig, call: Call) -> torch.Tensor | None:
-    input_ids = call.text.get("input_ids")
-    return None if input_ids is None or config.image_token_id is None else input_ids == config.image_token_id
+    input_ids, marker = call.text.get("input_ids"), config.image_token_id
+    if input_ids is None or marker is None:
+        return None
+    if marker == getattr(config.get_text_config(decoder=True), "pad_token_id", None):
+        raise ValueError(
+            f"Expected `image_token_id` to be another token than `pad_token_id` of the text model, got {marker} for "
+            "both: padding would count as image markers. Add a token for images (`additional_vocab_size=1`)."
+        )
+    return input_ids == marker
 
 
 def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Tensor, rows: ImageRows | None) -> None:
@@ -450,10 +457,11 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
             f"`image_visibility={config.image_visibility!r}`: {total.tolist()} images a row, got {found.tolist()} "
             "markers. If the rest of the text follows in another call, pass `use_cache=True`."
         )
-    if config.image_visibility == "all" or real is None or rows is not None:
+    if config.image_visibility == "all" or real is None:
         return
     # A hidden image in front of a real one takes no marker: the markers after it would all show the next image.
-    hidden = rows_to((real.long().diff(dim=-1) > 0).any(dim=-1), call.rows).to(markers.device)
+    hidden = (real.long().diff(dim=-1) > 0).any(dim=-1)
+    hidden = (rows_to(hidden, call.rows) if rows is None else rows.counts_of_text(hidden)).to(markers.device)
     if bool((hidden & (found > total)).any()):
         raise ValueError(
             f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image that "

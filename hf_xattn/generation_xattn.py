@@ -25,7 +25,7 @@ from .cache.image_layout import rows_to
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
 from .call import check_cache, why_uncached
 from .decoders.decoder import holds_text
-from .decoders.text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary
+from .decoders.text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary, check_options
 from .images.conversation import PreparedImages, TextOfCall, read_images, wrong_markers_of_known_images
 from .images.image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
@@ -219,11 +219,8 @@ class XAttnGenerationMixin:
         request, cache = model_kwargs.get(IMAGES), model_kwargs.get(CACHE)
         sees = isinstance(request, _ImagesOfGenerate) and not request.inputs.is_empty
         sees = sees or (isinstance(cache, XAttnCache) and cache.cross_attention_cache.rows > 0)
-        if config.token_healing and sees:
-            raise ValueError(
-                f"Expected `token_healing=False` beside images, got {config.token_healing!r}: it asks for the last "
-                "token of the text anew, without the images."
-            )
+        if sees:
+            check_options(config, self.config.image_token_id, model_kwargs.get("attention_mask") is not None)
         return config, model_kwargs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:

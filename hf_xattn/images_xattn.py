@@ -309,7 +309,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
             cross.show(images.layout)
         if images.new is not None or images.stored is not None:
             cross.read_by = self._mark
-            cache.note_images(0 if text.rows is not None else 1)
+            cache.note_images(0, text.new) if text.rows is not None else cache.note_images(1)
         return images
 
     def _read_store(self, identity: str | None) -> StoreReader | None:

@@ -67,6 +67,11 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
                     f"`image_token` ({image_token!r}) is not in the tokenizer's vocabulary: add it with "
                     f"`tokenizer.add_tokens([{image_token!r}], special_tokens=True)` and resize the model's embeddings."
                 )
+            if token_id == tokenizer.pad_token_id:
+                raise ValueError(
+                    f"Expected `image_token` to be another token than the tokenizer's `pad_token`, got {image_token!r} "
+                    "for both: padding would count as image markers."
+                )
             self.image_token_id = token_id
         super().__init__(image_processor, tokenizer, chat_template=chat_template, **kwargs)
 

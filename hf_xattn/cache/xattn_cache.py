@@ -41,6 +41,11 @@ LOST_MARKER = (
     "text are still there: the next markers show them, and not the new ones, unless they were given again. Go on with "
     "a copy of the cache that was made before these images came, or pass all text and images to an empty cache."
 )
+REMOVED_PARTLY = (
+    "Expected no new images, because a part of the text that came with the images in `cache` was removed, by `crop`, "
+    'and with `image_visibility="all"` all text sees these images, too. Pass all images, those in `cache` first, if '
+    "the text is still about them. Otherwise pass all text and its images to an empty cache."
+)
 BROKEN = (
     "An earlier call with `cache` failed and may have left a part of its text there. Start from an empty "
     "cache (`cache.reset()`, which drops its images, too)."
@@ -75,7 +80,7 @@ class XAttnCache(EncoderDecoderCache):
     def _begin(self) -> None:
         self.progress = TextProgress(history=History.empty())
         self._rows: Note[int | None] = Note(None)
-        self._images_at: Note[int] = Note(-1)
+        self._images_at: Note[tuple[int, int]] = Note((-1, 0))  # where the text of the last images begins and ends
         self._lost_marker = False  # whether text with an image marker was removed
         self.text_length: torch.Tensor | None = None
         self.text_padding: torch.Tensor | None = None
@@ -129,21 +134,28 @@ class XAttnCache(EncoderDecoderCache):
         """Whether there is no text yet, although there may be rows for it; False where that is not known at once."""
         return not torch.compiler.is_compiling() and self.can_be_cropped and not self.get_seq_length()
 
-    def note_images(self, text_len: int) -> None:
-        """Notes that the last images came with the last `text_len` text tokens, or with the text that comes next (0).
+    def note_images(self, text_len: int, coming: int = 0) -> None:
+        """Notes that the last images came with the last `text_len` text tokens, and with the next `coming` ones.
 
         Images of `encode_images`, without a text, came with the token before: removing the text leaves them.
         """
         if not self.is_stateful() and not torch.compiler.is_compiling():
-            self._images_at = Note(int(self.get_seq_length()) - text_len)
+            length = int(self.get_seq_length())
+            self._images_at = Note((length - text_len, length + coming))
 
-    def check_images_read(self) -> None:
-        """Raises a `ValueError` if the text of the last images was removed: new images would come behind them."""
+    def check_images_read(self, all_see: bool) -> None:
+        """Raises a `ValueError` if the text of the last images was removed: new images would come behind them.
+
+        `all_see`: all text sees all images, so a part of that text is enough. Otherwise its markers decide.
+        """
         if self.is_stateful() or torch.compiler.is_compiling():
             return
         length = int(self.get_seq_length())
-        if length <= getattr(self._images_at, "value", -1):
+        start, end = getattr(self._images_at, "value", (-1, 0))
+        if length <= start:
             raise ValueError(REMOVED)
+        if all_see and length < end:
+            raise ValueError(REMOVED_PARTLY)
         if self._lost_marker or self._removes_markers(length):
             logger.warning_once(LOST_MARKER)
 

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ..layers.context import KEYWORD, CrossAttentionContext
 from ..utils import memoized
-from ..utils.architectures import architecture, text_num_hidden_layers
+from ..utils.architectures import Architecture, architecture, text_num_hidden_layers
 from ..utils.keywords import LOSS, keywords_of, refuse_unknown
 from ..utils.tensor_checks import has_values
 from ..utils.transformers_api import HAS_RECORDING, check_recorded, is_before, needs
@@ -176,7 +176,7 @@ class DecoderInterface(NamedTuple):
             differs.counts_from_zero,
             any(states),
             any(states) and not any(isinstance(kind, CacheLayerMixin) for kind in kinds),
-            needs(differs.static_since, f"A static cache of {name}") if is_before(differs.static_since) else None,
+            _why_not_static(differs, name),
         )
 
     def check_continues(self, length: int, cache: Cache | None) -> None:
@@ -273,6 +273,12 @@ class DecoderInterface(NamedTuple):
             beside = carrying(context)
         with beside:
             return runner(**arguments, **{self.cache_argument: cache}, use_cache=use_cache, return_dict=True)
+
+
+def _why_not_static(differs: Architecture, name: str) -> str | None:
+    if differs.not_static is not None:
+        return f"Expected another cache than a static one with {name}, also without blocks: {differs.not_static}."
+    return needs(differs.static_since, f"A static cache of {name}") if is_before(differs.static_since) else None
 
 
 def _cache_layers(text_model: PreTrainedModel) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import BlockMask
 
@@ -141,11 +141,30 @@ def check_covered(mask: Any, length: int, cache: Cache) -> None:
     keys = next((layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)), None)
     if keys is None:  # a decoder of states alone takes such a mask
         return
-    past = keys.get_seq_length()
-    if isinstance(past, int) and mask.shape[1] < past + length:
+    past: Any = keys.get_seq_length()
+    if isinstance(past, torch.Tensor):  # of a static cache; a longer mask on a GPU is not worth a wait at each step
+        past = int(past) if has_values(past) and (past.device.type == "cpu" or mask.shape[1] == length) else None
+    if past is not None and mask.shape[1] < past + length:
         raise ValueError(
             f"Expected `attention_mask` of shape (batch, {past + length}), for the text in `cache` too "
             f"({past} tokens), got {tuple(mask.shape)}."
+        )
+
+
+def check_options(options: GenerationConfig, marker: int | None, masked: bool) -> None:
+    """Raises a `ValueError` for options of `generate` that leave out images.
+
+    `marker` is the image marker. `masked`: there is an `attention_mask`, so padding is not found by its token.
+    """
+    if options.token_healing:
+        raise ValueError(
+            f"Expected `token_healing=False` beside images, got {options.token_healing!r}: it asks for the last token "
+            "of the text anew, without the images."
+        )
+    if not masked and marker is not None and options.pad_token_id == marker:
+        raise ValueError(
+            f"Expected an `attention_mask`, because token {marker} is both `image_token_id` and `pad_token_id`, got "
+            "none: image markers would be hidden as padding."
         )
 
 

@@ -83,9 +83,10 @@ def read_images(
     new, axes = encoder.read(inputs, cached, record_content, store)
     layout = cached
     if cache is not None and new is not None and inputs.images is not None:
+        all_see = encoder.config.image_visibility == "all"
         if new.layout.num_images == inputs.images.shape[1]:  # otherwise the call gives all cached images again
-            cache.check_images_read()
-        if encoder.config.image_visibility == "all" and cache.text_rows is not None:
+            cache.check_images_read(all_see)
+        if all_see and cache.text_rows is not None:
             if not torch.compiler.is_compiling() and int(cache.get_seq_length()):
                 logger.warning_once(UNSEEN)
     if cached is not None and inputs.images is None:

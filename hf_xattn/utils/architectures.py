@@ -36,6 +36,7 @@ class Architecture:
         counts_from_zero (`bool`): whether a `forward` without `position_ids` numbers text after cached text from 0.
         since, static_since (`str`): the first transformers whose own decoder is right, and right with a static cache.
             Before, it saw text to come, read text after cached text wrongly, or failed.
+        not_static (`str`, *optional*): why it is wrong with a static cache in every version.
     """
 
     refused: str | None = None
@@ -45,6 +46,7 @@ class Architecture:
     counts_from_zero: bool = False
     since: str = OLDEST
     static_since: str = OLDEST
+    not_static: str | None = None
 
 
 NO_CACHE = "keeps what it has read in {}, not in a cache of transformers"
@@ -53,7 +55,8 @@ COMPOSITE = "a larger model, of which the text half is served as {}"
 TABLE: tuple[tuple[Architecture, str], ...] = (
     # Supported, with a difference.
     (Architecture(counts_from_zero=True), "bamba"),
-    (Architecture(via="call"), "falcon gpt_neo gpt_neox_japanese mamba2 mpt"),
+    (Architecture(via="call"), "falcon gpt_neox_japanese mamba2 mpt"),
+    (Architecture(via="call", not_static="its local layers count their window from the end of the cache"), "gpt_neo"),
     (Architecture(via="call" if is_before("5.24.0") else "keyword"), "codegen gptj"),
     (Architecture(via="call", static_since="5.21.0"), "bloom"),
     (Architecture(via="call", since="5.18.0"), "megatron-bert rembert"),

@@ -14,6 +14,10 @@ from hf_xattn.utils.transformers_api import CACHE
 MARKER = 5
 
 
+def empty(model):
+    return EncoderDecoderCache(DynamicCache(config=model.config.text_config), DynamicCache())
+
+
 def marked(length, seed, *places):
     ids = token_ids(1, length, seed)
     ids[0, list(places)] = MARKER
@@ -28,7 +32,7 @@ def test_new_images_after_text_was_cropped(visibility, call):
     model = make_model(image_token_id=MARKER, image_visibility=visibility)
     first, second, third = (marked(6, seed, 1) for seed in (1, 2, 3))
     a, b, c = (pixels(1, 1, seed) for seed in (11, 12, 13))
-    cache = EncoderDecoderCache(DynamicCache(config=model.config.text_config), DynamicCache())
+    cache = empty(model)
     model(first, pixel_values=a, cache=cache)
     kept = copy.deepcopy(cache)
     model(second, pixel_values=b, cache=cache)
@@ -42,6 +46,35 @@ def test_new_images_after_text_was_cropped(visibility, call):
     got = model.generate(text, pixel_values=c, cache=kept, **options)
     both = torch.cat([a, c], 1)
     assert torch.equal(got, model.generate(text, pixel_values=both, **options))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("call", ["forward", "generate"])
+@pytest.mark.parametrize("first", ["forward", "generate"])
+def test_a_new_picture_behind_a_system_prompt(first, call):
+    """`image_visibility="all"`: a talk about another picture, whose text sees the picture of the last talk, too."""
+    model = make_model()
+    system, question, other = token_ids(1, 4, 1), token_ids(1, 6, 2), token_ids(1, 6, 3)
+    a, b = pixels(1, 1, 11), pixels(1, 1, 12)
+    cache, options = empty(model), {"max_new_tokens": 2, "do_sample": False}
+    text = torch.cat([system, question], 1)
+    if first == "forward":
+        model(text, pixel_values=a, cache=cache)
+    else:
+        model.generate(text, pixel_values=a, cache=cache, **options)
+    behind = copy.deepcopy(cache)
+    cache.crop(4 - cache.get_seq_length())
+
+    def ask(**given):
+        if call == "forward":
+            return model(other, cache=cache, **given)
+        return model.generate(torch.cat([system, other], 1), cache=cache, **given, **options)
+
+    with pytest.raises(ValueError, match="a part of the text that came with the images in `cache` was removed"):
+        ask(pixel_values=b)
+    ask(pixel_values=torch.cat([a, b], 1))  # the caller says that both are meant
+    behind.crop(10 - behind.get_seq_length())  # a part of the answer
+    model(other, pixel_values=b, cache=behind)
 
 
 @torch.no_grad()

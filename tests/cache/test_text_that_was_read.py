@@ -8,7 +8,7 @@ from gradient_checks import checkpoint_activations
 from tiny_decoders import make_tiny, retrofitted
 from tiny_models import make_model, pixels, token_ids
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn import freeze_base
 from hf_xattn.utils.transformers_api import CACHE
@@ -108,11 +108,13 @@ def test_cached_state_beside_checkpointing():
         model(ids[:, :1], cache=cache)
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("length", [1, 3])
-def test_a_mask_of_the_new_text_alone(length):
+def test_a_mask_of_the_new_text_alone(length, static):
     """A mask that transformers fills up with zeros, which hide the new text from itself."""
     model, ids = make_model(), token_ids()
-    cache = empty(model)
+    text = StaticCache(config=model.config.get_text_config(), max_cache_len=16)
+    cache = EncoderDecoderCache(text, DynamicCache()) if static else empty(model)
     with torch.no_grad():
         model(ids, pixel_values=pixels(), cache=cache)
         with pytest.raises(ValueError, match=rf"\(batch, {ids.shape[1] + length}\).*got \(2, {length}\)"):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny_architectures import DIFFERENT, EXPERTS
 from tiny_decoders import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
 from tiny_models import randomize, strengthen
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.utils import logging
 
 from hf_xattn.decoders.decoder import find_cache_argument, layers_receive_keywords
@@ -258,6 +258,19 @@ def test_static_caches_of_newer_versions():
             model.generate(ids, **options)
     else:
         assert model.generate(ids, **options).shape == (2, 9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("call", ["generate", "forward"])
+def test_a_static_cache_that_no_version_reads_rightly(call):
+    """GPT-Neo, whose local layers count their window from the end of the cache: other logits, without blocks, too."""
+    model, ids = retrofitted(make_tiny("gpt_neo")), torch.full((1, 7), 5)
+    with pytest.raises(ValueError, match="another cache than a static one with GPTNeoForCausalLM"):
+        if call == "generate":
+            model.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+        else:
+            static = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=16)
+            model(ids, cache=EncoderDecoderCache(static, DynamicCache()))
 
 
 def test_table_is_complete():

@@ -6,8 +6,9 @@ import logging
 import pytest
 import tiny_mllama
 import torch
+from marked_models import MARKER
 from template_models import make_tokenizer
-from tiny_models import make_model, make_text, pixels, token_ids, vision_config
+from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import GenerationConfig, SiglipVisionModel
 
 from hf_xattn import retrofit
@@ -83,6 +84,28 @@ def test_token_healing(way):
             say(model, ids, *args, **given, **options)
     if way == "of_the_model":  # a keyword has the last word
         say(model, ids, pixel_values=images, token_healing=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("visibility", ["all", "latest"])
+def test_a_marker_that_is_padding(visibility):
+    """Padding that counts as the marker of a picture, and markers that are hidden as padding."""
+    text = make_text()
+    text.config.pad_token_id = text.generation_config.pad_token_id = MARKER
+    model = randomize(retrofit(text, SiglipVisionModel(vision_config()), image_token_id=MARKER, every=2))
+    model.config.image_visibility = visibility
+    ids = torch.tensor([[MARKER, MARKER, MARKER, 7, 8], [MARKER, 9, 10, 11, 12]])
+    mask, images = torch.ones_like(ids), pixels(2, 1)
+    mask[0, :2] = 0
+    if visibility == "latest":
+        with pytest.raises(ValueError, match=f"`pad_token_id` of the text model, got {MARKER} for both"):
+            model(ids, attention_mask=mask, pixel_values=images, use_cache=True)
+        return
+    with pytest.raises(ValueError, match="both `image_token_id` and `pad_token_id`, got none"):
+        say(model, ids, pixel_values=images)
+    alone = say(model, ids[:1, 2:], attention_mask=mask[:1, 2:], pixel_values=images[:1])
+    together = say(model, ids, attention_mask=mask, pixel_values=images)
+    assert torch.equal(together[0, 5:], alone[0, 3:])
 
 
 @torch.no_grad()

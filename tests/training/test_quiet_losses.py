@@ -101,6 +101,21 @@ def test_the_marker_of_a_hidden_image():
     assert model(ids, pixel_values=pixels(1, 2), image_mask=hidden, labels=ids, use_cache=False).loss.isfinite()
 
 
+@pytest.mark.parametrize("rows", [[1, 0], [1, 1, 0], [0, 1, -1]])
+def test_the_marker_of_a_hidden_image_of_shared_rows(rows):
+    """The same where text rows name their images, in another order."""
+    model, index = make_model(image_token_id=MARKER, image_visibility="latest"), torch.tensor(rows)
+    ids = token_ids(len(rows), 8)
+    ids[ids == MARKER] = 7
+    ids[:, 1] = ids[:, 4] = MARKER
+    hidden = torch.tensor([[True, True], [False, True]])
+    given = {"pixel_values": pixels(2, 2), "image_mask": hidden, "image_rows": index, "labels": ids, "use_cache": False}
+    with pytest.raises(ValueError, match="markers, and a hidden image in front of others"):
+        model(ids, **given)
+    ids[index == 1, 1] = 7
+    assert model(ids, **given).loss.isfinite()
+
+
 def test_the_loss_of_jetmoes_router():
     """A router that is not balanced, because its decoder has a name of its own for the weight of that loss."""
     model = retrofitted(make_tiny("jetmoe"))
