@@ -444,7 +444,7 @@ class XAttnForConditionalGeneration(XAttnGenerationMixin, XAttnPreTrainedModel, 
             check_side_by_side(logits_to_keep)
         for name, given in (("labels", labels), ("shift_labels", kwargs.get("shift_labels"))):
             if given is not None:
-                ignored = kwargs.get("ignore_index", IGNORED)
+                ignored = IGNORED if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
                 check_labels(name, given, input_ids, inputs_embeds, logits_to_keep, self.get_input_embeddings, ignored)
                 # A decoder's own loss does not support logits of added tokens, and ignores `shift_labels` alone.
                 own_loss = self.config.additional_vocab_in_head or labels is None

@@ -290,6 +290,8 @@ class XAttnCache(EncoderDecoderCache):
         batch_size = self.text_rows or self.cross_attention_cache.rows
         if batch_size:
             self.text_rows = batch_size * repeats
+        if self.text_padding is not None and self.text_padding.shape[0] > 1:
+            self.text_padding = self.text_padding.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the text rows `indices`. Each gets its own image row."""

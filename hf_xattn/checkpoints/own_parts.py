@@ -199,13 +199,16 @@ def adapter_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def warn_of_weights_left_out(model: Any) -> None:
     """Warns once of weights that train beside an adapter of `add_adapter`, which is saved without them."""
+    configs = vars(model).get("peft_config")
+    if not configs:  # marked as a model with an adapter, without one
+        return
     saved = {
         id(weight)
         for _, layer in adapter_layers(model)
         for name, weight in layer.named_parameters()
         if not name.startswith(("base_layer.", "original_module."))
     }
-    with_bias = any(getattr(config, "bias", "none") != "none" for config in model.peft_config.values())
+    with_bias = any(getattr(config, "bias", "none") != "none" for config in configs.values())
     left = [
         name
         for name, weight in model.named_parameters()

@@ -8,6 +8,7 @@ pays for none of this.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, SupportsIndex
 
@@ -19,6 +20,10 @@ from transformers.masking_utils import BlockMask
 
 from ..utils.tensor_checks import INTEGERS, check_floating, check_integers, check_tensor, has_values, is_fake
 from .vocabulary import vocabulary_size
+
+
+# How torch says that tensors do not fit each other.
+_OF_SHAPES = re.compile("size of tensor|same number of dimensions|number of sizes provided|split_with_sizes")
 
 
 def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[], nn.Module]) -> None:
@@ -222,6 +227,11 @@ def check_side_by_side(logits_to_keep: Any) -> None:
             )
 
 
+def _is_of_shapes(error: Exception) -> bool:
+    """Whether an operation did not fit the axes it got; not an error such as that of memory that ran out."""
+    return isinstance(error, IndexError) or (type(error) is RuntimeError and _OF_SHAPES.search(str(error)) is not None)
+
+
 def name_wrong_positions(
     config: PreTrainedConfig, text: Mapping[str, Any], length: int, cache: Cache | None, error: Exception
 ) -> None:
@@ -238,7 +248,7 @@ def name_wrong_positions(
     """
     positions, limit = text.get("position_ids"), getattr(config, "max_position_embeddings", None)
     if isinstance(positions, torch.Tensor):
-        if positions.dim() == 3:
+        if positions.dim() == 3 and _is_of_shapes(error):
             raise ValueError(
                 f"Expected `position_ids` of shape (batch, text_len={length}), got {tuple(positions.shape)}, which "
                 f"this decoder ({config.model_type}) does not take."

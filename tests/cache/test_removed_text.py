@@ -8,6 +8,7 @@ from tiny_models import make_model, pixels, token_ids
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn.cache.image_cache import combine_images, select_images
+from hf_xattn.cache.xattn_cache import XAttnCache
 from hf_xattn.utils.transformers_api import CACHE
 
 
@@ -146,3 +147,11 @@ def test_the_store_reads_no_padding():
     model.enable_image_store()
     for got, wanted in zip(model.generate(token_ids(), **given, **options).logits, expected):
         assert torch.allclose(got, wanted, atol=1e-5)
+
+
+def test_repeated_rows_keep_their_padding():
+    """The padding of a prompt for the wrong row, or an error of torch, where a decoder of states has several rows."""
+    cache = XAttnCache(DynamicCache())
+    cache.text_rows, cache.text_padding = 2, torch.tensor([[3], [0]])
+    cache.batch_repeat_interleave(2)
+    assert cache.text_padding.tolist() == [[3], [3], [0], [0]] and cache.text_rows == 4

@@ -148,3 +148,11 @@ def test_no_cache_from_layers_that_run_twice(given):
     assert_same_gradients(found, gradients(model, input_ids=token_ids(), **inputs))
     model.eval()  # then nothing runs twice
     assert model(token_ids(), use_cache=True, **inputs)[CACHE].get_seq_length() == 7
+
+
+def test_a_model_marked_as_one_with_an_adapter():
+    """`_hf_peft_config_loaded` without a `peft_config`, as tests of transformers set it: an AttributeError."""
+    model = make_model().train()
+    model._hf_peft_config_loaded = True
+    checkpoint_activations(model)
+    model(token_ids(), labels=token_ids(), pixel_values=pixels()).loss.backward()

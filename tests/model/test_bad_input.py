@@ -307,3 +307,19 @@ def test_caches_that_do_not_fit_are_refused():
         model.encode_images()
     with pytest.raises(ValueError, match=r"\(batch, num_image_tokens\)"):
         model.encode_images(cross_attention_states=states(), cross_attention_mask=torch.ones(2, 7, 5, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("CUDA error: launch failure")])
+def test_an_error_of_torch_beside_positions_of_three_axes(error):
+    """Memory that ran out, told as a wrong shape of `position_ids`, so that nobody tries a smaller batch."""
+    model = make_model()
+
+    def fail(*args):
+        raise error
+
+    handle = model.get_decoder().layers[0].register_forward_pre_hook(fail)
+    with pytest.raises(type(error), match=str(error)):
+        model(token_ids(), position_ids=torch.zeros(1, 2, 7, dtype=torch.long))
+    handle.remove()
+    with pytest.raises(ValueError, match="Expected `position_ids` of shape"):
+        model(token_ids(), position_ids=torch.zeros(3, 2, 7, dtype=torch.long))

@@ -127,3 +127,11 @@ def test_the_loss_of_jetmoes_router():
         for name, labels in (("labels", ids), ("shift_labels", shifted))
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_no_label_that_is_ignored():
+    """`ignore_index=None`, which is the default: -100 refused as a word outside the vocabulary."""
+    model, ids = make_model(), token_ids(2, 8)
+    labels = ids.masked_fill(torch.arange(8) < 3, -100)
+    given = {"pixel_values": pixels(2, 1), "labels": labels}
+    assert torch.equal(model(ids, ignore_index=None, **given).loss, model(ids, **given).loss)
