@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.utils import find_adapter_config_file, is_peft_available
+from transformers.utils import find_adapter_config_file, is_peft_available, logging
 from transformers.utils.hub import cached_file
 
 from ..utils.checkpoint_files import (
@@ -35,13 +35,18 @@ from ..utils.checkpoint_files import (
 from ..utils.config_checks import check_against_weights, check_fields, check_layer_count, is_quantized
 from ..utils.first_values import ValuesComeLater, incomplete
 from ..utils.keywords import FILE_KEYWORDS, given
+from ..utils.quantized_weights import is_quantized as is_quantized_weight
 from ..utils.transformers_api import has, needs
 from ..utils.whole_folder import refuse_unfinished
-from .saved_names import pieces_missing
+from .saved_names import pieces_missing, places_in_memory
 
+
+logger = logging.get_logger(__name__)
 
 MANIFEST = "cross_attention.json"  # of added weights
 WEIGHTS = "cross_attention"  # in place of the `model` of transformers' names
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
+CODES = {dtype: code for code, dtype in FLOATS.items()}
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -118,8 +123,8 @@ def check_size(
     check_against_weights(model, headers, quantized, what)
 
 
-def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any) -> None:
-    """Checks a model without values against the weights that it is to get.
+def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any) -> dict[str, Stored]:
+    """Checks a model without values against the weights that it is to get, and returns what their headers say.
 
     Raises a `ValueError` for files that are damaged or no safetensors, a weight of another shape or dtype, a model that
     is far larger than its weights, and a layer of which some experts are missing.
@@ -128,7 +133,9 @@ def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_
     what = str(getattr(load_config, "pretrained_model_name_or_path", None) or "The checkpoint")
     if isinstance(state_dict, dict):
         headers = {
-            name: Stored("", tuple(tensor.shape)) for name, tensor in state_dict.items() if hasattr(tensor, "shape")
+            name: Stored("", tuple(tensor.shape), CODES.get(tensor.dtype, ""))
+            for name, tensor in state_dict.items()
+            if hasattr(tensor, "shape")
         }
     elif checkpoint_files:
         refuse_other_files(checkpoint_files)
@@ -139,15 +146,36 @@ def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_
         headers = read_headers([Path(file) for file in checkpoint_files], index, where=what)
         check_weights(headers, quantized, what)
     else:
-        return
+        return {}
     check_against_weights(model, headers, quantized, what)
     if quantized:
-        return
+        return headers
     missing, unexpected = pieces_missing(model, headers.keys())
     if missing:
         raise ValueError(incomplete(what, missing, unexpected))
     if not getattr(load_config, "ignore_mismatched_sizes", False):
         _check_each(model, headers, load_config, what)
+    return headers
+
+
+def warn_of_rounding(model: Any, headers: dict[str, Stored], what: str) -> None:
+    """Warns of weights that a loaded model holds in a dtype which lacks values of the stored dtype."""
+    own = {name: tensor.dtype for name, tensor in model.state_dict().items() if not is_quantized_weight(tensor)}
+    places = places_in_memory(model, [name for name, stored in headers.items() if stored.dtype in FLOATS])
+    pairs = {name: (FLOATS[headers[name].dtype], own[place]) for name, place in places.items() if place in own}
+    rounded = {name: pair for name, pair in pairs.items() if torch.promote_types(*pair) != pair[1]}
+    if rounded:
+        name, (stored, held) = next(iter(rounded.items()))
+        logger.warning(
+            f"{what} holds {len(rounded)} weights, such as {short(name)}, in {_name_of(stored)}, and its configuration "
+            f"asks for {_name_of(held)}: they were rounded, so the model answers differently from the one that was "
+            f"saved. To keep them, pass `dtype=torch.{_name_of(torch.promote_types(stored, held))}`. Pass "
+            f"`dtype=torch.{_name_of(held)}` if they may be rounded."
+        )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def refuse_other_files(checkpoint_files: Any) -> None:

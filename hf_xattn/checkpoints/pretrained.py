@@ -19,7 +19,7 @@ from ..layers.block import GatedCrossAttentionBlock
 from ..learning.frozen import give_gradient_to_inputs
 from ..learning.lost_updates import warn_of_half_precision
 from ..learning.sharding import XAttnUnitsMixin, block_plan, fsdp_plan
-from ..utils.config_checks import check_parts
+from ..utils.config_checks import DTYPES, check_parts
 from ..utils.custom_code import trusting
 from ..utils.first_values import NotesWhatIsMissing, check_class, check_complete
 from ..utils.keywords import FILE_KEYWORDS, given
@@ -34,6 +34,7 @@ from .folders import (
     find_peft,
     refuse_other_files,
     refuse_pickles,
+    warn_of_rounding,
 )
 from .own_parts import warn_of_own_parts, warn_of_tower, warn_of_weights_left_out
 from .saved_names import named_as_in_memory
@@ -144,7 +145,8 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         """As in transformers. `trust_remote_code=True` runs the code of a custom decoder or vision tower, too.
 
         A folder of `save_pretrained(folder, adapter_only=True)` is put together with the bases that it names, with a
-        warning of one that has changed since. A text model that was quantized is quantized again.
+        warning of one that has changed since. A text model that was quantized is quantized again. Without a `dtype`,
+        all weights get that of the configuration, with a warning of those that were saved with more precision.
 
         Args:
             quantization_config (*optional*): quantizes the text model alone. For a folder of `adapter_only=True`, None
@@ -203,9 +205,10 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             model, info = pair
             if checked is None and source is not None:  # a Hub id
                 check_class(cls, model.config.architectures, source, MODELS)
+            what = "`state_dict`" if source is None else source
             if kwargs.get("state_dict") != {}:  # which asks for a new model
-                check_complete(model, "`state_dict`" if source is None else source, allow_missing_weights)
-            _finish(model)
+                check_complete(model, what, allow_missing_weights)
+            _finish(model, what, kwargs)
             if peft is not None and peft.base != peft.name:
                 info = model.load_adapter(peft.name, peft_name, adapter_kwargs=peft.hub).to_dict()
         return (model, info) if info_wanted else model
@@ -215,7 +218,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> Any:
         if expected_keys is None:  # otherwise the weights are an adapter's (PEFT)
-            check_shapes(model, state_dict, checkpoint_files, load_config)
+            model._stored = check_shapes(model, state_dict, checkpoint_files, load_config)
         else:
             refuse_other_files(checkpoint_files)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
@@ -248,7 +251,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         if not os.path.isdir(adapter.name):
             check_class(cls, model.config.architectures, adapter.name, MODELS)
         check_complete(model, adapter.name, allowed)
-        _finish(model)
+        _finish(model, adapter.name, load_kwargs)
         model.config.name_or_path = model.name_or_path = adapter.name
         return (model, info) if info_wanted else model
 
@@ -265,7 +268,10 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
 
 
-def _finish(model: Any) -> None:
+def _finish(model: Any, what: Any, load_kwargs: dict[str, Any]) -> None:
+    stored = vars(model).pop("_stored", {})
+    if all(load_kwargs.get(name) in (None, "auto") for name in DTYPES):
+        warn_of_rounding(model, stored, str(what))
     finish_quantized(model)
     if (inner := getattr(model, "model", None)) is not None:  # for who generates with the text model alone
         inner.text_model.generation_config = model.generation_config

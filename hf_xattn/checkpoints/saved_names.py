@@ -123,6 +123,14 @@ def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights.items()}
 
 
+def places_in_memory(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """The weight in memory that each weight on disk is, or is a piece of. Names without a place are left out."""
+    rules, own, prefix = _Rules(model), model.state_dict().keys(), f"{model.base_model_prefix}."
+    found = {name: target for name, (target, *_) in rules.places(names).items()}
+    either = {name: (place, prefix + place, place.removeprefix(prefix)) for name, place in found.items()}
+    return {name: place for name, places in either.items() if (place := next(filter(own.__contains__, places), None))}
+
+
 def named_as_in_memory(model: PreTrainedModel, weights: Mapping[str, Any]) -> Mapping[str, Any]:
     """Weights under the names that they have in memory, from these or those of a saved folder, or one shard of it."""
     rules = _Rules(model)

@@ -121,7 +121,8 @@ def train_in_float32(model: Any) -> Any:
     `torch.autocast`.
 
     Call it after `freeze` or `get_peft_model`, and before the first step of an optimizer and before the model is
-    sharded. A saved model is loaded in the dtype of its text model; gates and norms stay float32.
+    sharded. A saved model is loaded in the dtype of its text model, with a warning of what that rounds, unless
+    `from_pretrained` gets a `dtype`; gates and norms stay float32.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): changed in place, also inside PEFT's wrapper.

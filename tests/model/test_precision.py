@@ -7,9 +7,11 @@ import logging
 import pytest
 import torch
 from gradient_checks import checkpoint_activations, without_dropout
+from saved_models import make_base, make_vision
 from tiny_models import make_model, pixels, token_ids
+from transformers import AutoModel, AutoModelForImageTextToText
 
-from hf_xattn import freeze, parameter_groups, train_in_float32
+from hf_xattn import freeze, parameter_groups, retrofit, train_in_float32
 from hf_xattn.learning import lost_updates
 
 
@@ -217,6 +219,54 @@ def test_share_lost_is_measured():
         torch.optim.AdamW([moved], lr=rate, weight_decay=0.0).step()
         stood = (moved.detach() == before).float().mean().item()
         assert abs(lost_updates.share_lost(weight, rate) - stood) < 0.05, rate
+
+
+def narrow_folder(tmp_path, kind):
+    """A folder whose configuration says bfloat16, with weights in float32. Returns the names of these."""
+    if kind == "adapter":
+        text = make_base(tmp_path / "text", dtype=torch.bfloat16)
+        model = retrofit(text, make_vision(tmp_path / "tower"), layers=[1, 3])
+    else:
+        model = make_model("mixtral" if kind == "decoder" else "llama", dtype=torch.bfloat16)
+        model.model.vision_tower.bfloat16()
+        model.model.connector.bfloat16()
+    if kind == "tower":
+        model.model.vision_tower.float()
+    elif kind == "decoder":
+        model.model.text_model.float()
+    else:
+        train_in_float32(freeze(model))
+    model.save_pretrained(tmp_path / "saved", adapter_only=kind == "adapter")
+    config = tmp_path / "saved" / "config.json"
+    if kind == "decoder":  # `save_pretrained` writes the dtype of the first weight
+        config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["tower", "trained", "decoder", "adapter"])
+def test_rounding_is_told(kind, tmp_path, caplog, monkeypatch):
+    """Weights in float32 that a load rounds without a word, because the configuration says bfloat16."""
+    monkeypatch.setattr(logging.getLogger("hf_xattn"), "propagate", True)
+    model = narrow_folder(tmp_path, kind)
+
+    def told(auto_class=AutoModelForImageTextToText, **options):
+        caplog.clear()
+        loaded = auto_class.from_pretrained(tmp_path / "saved", **options)
+        found = [record.getMessage() for record in caplog.records if "were rounded" in record.getMessage()]
+        return loaded, found
+
+    for auto_class in (AutoModelForImageTextToText, AutoModel):
+        for options in ({}, {"dtype": "auto"}):
+            loaded, found = told(auto_class, **options)
+            assert len(found) == 1 and "in float32, and its configuration asks for bfloat16" in found[0]
+            assert "pass `dtype=torch.float32`" in found[0] and str(tmp_path / "saved") in found[0]
+    again, found = told(dtype=torch.float32)
+    assert not found
+    exact = again.state_dict()
+    assert all(torch.equal(value.float(), exact[name]) for name, value in model.state_dict().items())
+    assert not told(dtype=torch.bfloat16)[1]
+    loaded.save_pretrained(tmp_path / "saved")
+    assert not told()[1]
 
 
 def test_refused():
