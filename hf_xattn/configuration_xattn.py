@@ -17,6 +17,7 @@ from .utils.config_checks import (
     check_bool_fields,
     check_buckets,
     check_choice,
+    check_config_class,
     check_count,
     check_dict,
     check_features,
@@ -287,6 +288,8 @@ class XAttnConfig(CheckedConfig):
             last of the previous images and the images whose markers directly precede the last marker (Mllama).
         additional_vocab_size (`int`, defaults to 0): number of tokens added behind the decoder's vocabulary.
         additional_vocab_in_head (`bool`, defaults to `False`): whether the model can also generate the added tokens.
+        additional_vocab_scaled (`bool`, defaults to `True`): whether a decoder that scales or norms its embeddings
+            (Gemma, Inkling) does the same to the added rows. A saved configuration without this field means False.
         source_config (`dict`, *optional*): configuration of the checkpoint that the model was imported from.
         connector_type (`str`, defaults to `"mlp"`): the module that maps vision features to the width of the image
             tokens: `"identity"`, `"linear"`, `"mlp"`, `"mlp_2d"`, `"perceiver"`, or your own ([`register_connector`]).
@@ -307,6 +310,7 @@ class XAttnConfig(CheckedConfig):
     """
 
     model_type = "xattn"
+    values_of_old_files = {"additional_vocab_scaled": False}
     sub_configs_defaults = {
         "text_config": SubConfigSpec(config_class=AutoConfig, model_type="llama"),
         "vision_config": SubConfigSpec(config_class=AutoConfig, model_type="siglip_vision_model", optional=True),
@@ -330,6 +334,7 @@ class XAttnConfig(CheckedConfig):
     image_visibility: Literal["all", "previous", "latest", "latest_group"] = "all"
     additional_vocab_size: int = 0
     additional_vocab_in_head: bool = False
+    additional_vocab_scaled: bool = True
     connector_type: str = "mlp"
     connector_options: dict | None = None
     connector_hidden_act: str = "gelu"
@@ -442,10 +447,8 @@ class XAttnConfig(CheckedConfig):
             raise ValueError("`connector_type='perceiver'` needs a `vision_config`, got None.")
         width = vision_feature_size(self)
         perceiver = self.perceiver_config
-        if perceiver is not None and not isinstance(perceiver, PerceiverConfig):
-            raise ValueError(
-                f"`perceiver_config` must be a PerceiverConfig or a dict of its fields, got {type(perceiver).__name__}."
-            )
+        if perceiver is not None:
+            check_config_class("perceiver_config", perceiver, PerceiverConfig)
         if perceiver is None or _is_left_out(perceiver.hidden_size):
             fields = {} if perceiver is None else perceiver.to_dict()
             self.perceiver_config = PerceiverConfig(**{**fields, "hidden_size": width})
@@ -460,15 +463,11 @@ def _says_nothing_of(part: str, asked: str | dict | None) -> bool:
     return asked is None or (isinstance(asked, dict) and part not in asked)
 
 
-def _block_config(given: dict | PreTrainedConfig | None, text_config: PreTrainedConfig) -> CrossAttentionConfig:
-    if isinstance(given, CrossAttentionConfig):
-        return given
-    if given is not None and not isinstance(given, dict):
-        raise ValueError(
-            "`cross_attention_config` must be a CrossAttentionConfig or a dict of its fields, got "
-            f"{type(given).__name__}."
-        )
-    return complete_cross_attention_config(given, text_config)
+def _block_config(given: Any, text_config: PreTrainedConfig) -> CrossAttentionConfig:
+    if given is None or isinstance(given, dict):
+        return complete_cross_attention_config(given, text_config)
+    check_config_class("cross_attention_config", given, CrossAttentionConfig)
+    return given
 
 
 def complete_cross_attention_config(partial: dict | None, text_config: PreTrainedConfig) -> CrossAttentionConfig:

@@ -85,7 +85,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         if vision_tower is not None:
             keep_weights(vision_tower)
         if config.additional_vocab_size:
-            extend_vocabulary(text_model, config.additional_vocab_size, config.additional_vocab_in_head)
+            in_head, scaled = config.additional_vocab_in_head, config.additional_vocab_scaled
+            extend_vocabulary(text_model, config.additional_vocab_size, in_head, scaled)
         split = insert_blocks(text_model, config)
         self.text_model = text_model
         self.vision_tower = self.connector = None

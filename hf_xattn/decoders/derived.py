@@ -17,12 +17,15 @@ from torch import nn
 Base = TypeVar("Base", bound=nn.Module)
 
 
-def derive(base: type[Base], prefix: str, members: dict[str, Any], recipe: tuple[Any, ...]) -> type[Base]:
+def derive(
+    base: type[Base], prefix: str, members: dict[str, Any], recipe: tuple[Any, ...], behind: tuple[type, ...] = ()
+) -> type[Base]:
     """Makes a subclass named `<prefix><name of base>`.
 
     Args:
         members (`dict[str, Any]`): methods and properties of the subclass, including `forward`.
         recipe (`tuple`): an importable function, then its arguments. The call returns this subclass in any process.
+        behind (`tuple`): classes that `super()` in the methods of `base` finds, in front of the bases of `base`.
     """
 
     def __reduce_ex__(self, protocol):
@@ -38,7 +41,7 @@ def derive(base: type[Base], prefix: str, members: dict[str, Any], recipe: tuple
         "__qualname__": name,
         "__doc__": base.__doc__,
     }
-    return type(name, (base,), namespace)
+    return type(name, (base, *behind), namespace)
 
 
 def _rebuild(make: Callable[..., type[nn.Module]], *arguments: Any) -> nn.Module:

@@ -7,6 +7,8 @@ embedding and head. The embedding and the head keep their weights and parameter 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,17 +24,39 @@ PREFIX = "Extended"
 Part = TypeVar("Part", bound=nn.Module)
 
 
+class _AllRows(nn.Embedding):
+    """Looks up rows of both tables, where a decoder's own class of embeddings calls `super().forward`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _rows_of_both(self, super().forward, input)
+
+
+def _rows_of_both(embedding: Any, lookup: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    first = embedding.num_embeddings
+    known = lookup(ids.clamp(max=first - 1))
+    added = embedding.additional((ids - first).clamp(min=0))
+    return torch.where((ids >= first)[..., None], added, known)
+
+
 @memoized
 def extended_embedding_class(embedding_class: type[nn.Embedding]) -> type[nn.Embedding]:
-    """Derives the class of an embedding that also reads the rows of `additional`."""
+    """Derives the class of an embedding that also returns the rows of `additional`, as they are."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        first = self.num_embeddings
-        known = embedding_class.forward(self, input_ids.clamp(max=first - 1))
-        added = self.additional((input_ids - first).clamp(min=0))
-        return torch.where((input_ids >= first)[..., None], added, known)
+        return _rows_of_both(self, partial(embedding_class.forward, self), input_ids)
 
     return derive(embedding_class, PREFIX, {"forward": forward}, (extended_embedding_class, embedding_class))
+
+
+@memoized
+def scaled_embedding_class(embedding_class: type[nn.Embedding]) -> type[nn.Embedding]:
+    """As [`extended_embedding_class`], for a class that scales or norms its rows, and so the added ones, too."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return embedding_class.forward(self, input_ids)
+
+    recipe = (scaled_embedding_class, embedding_class)
+    return derive(embedding_class, PREFIX, {"forward": forward}, recipe, (_AllRows,))
 
 
 @memoized
@@ -53,12 +77,14 @@ def vocabulary_size(embedding: nn.Module) -> int | None:
     return embedding.num_embeddings + (0 if additional is None else additional.num_embeddings)
 
 
-def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool) -> None:
+def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool, scaled: bool) -> None:
     """Adds `size` tokens behind a decoder's vocabulary, in place.
 
     Args:
         in_head (`bool`): whether the model can also generate the added tokens. If the decoder ties its head to its
             embedding, the added rows are tied too.
+        scaled (`bool`): whether a decoder that scales or norms its embeddings, as Gemma and Inkling do, does the same
+            to the added rows.
 
     Raises:
         ValueError: if the embedding is not an `nn.Embedding`, or the head not an `nn.Linear`.
@@ -67,7 +93,9 @@ def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool)
     head = _usual(language_model.get_output_embeddings(), nn.Linear, language_model)
     options: dict[str, Any] = {"device": embedding.weight.device, "dtype": embedding.weight.dtype}
     embedding.additional = nn.Embedding(size, embedding.embedding_dim, **options)
-    embedding.__class__ = extended_embedding_class(type(embedding))
+    is_plain = type(embedding).forward is nn.Embedding.forward
+    extended = scaled_embedding_class if scaled and not is_plain else extended_embedding_class
+    embedding.__class__ = extended(type(embedding))
     if in_head:
         head.additional = nn.Linear(head.in_features, size, bias=head.bias is not None, **options)
         head.__class__ = extended_head_class(type(head))

@@ -69,6 +69,8 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
         # misspelt ones.
         __getattribute__: ClassVar[Any]
         __setattr__: ClassVar[Any]
+    # What a file without a field means, where that is not the default: the field is younger than the file.
+    values_of_old_files: ClassVar[dict[str, Any]] = {}
 
     def _check_fields(self) -> None:
         """Raises a `ValueError` that names the field, the expected value and the actual value."""
@@ -117,6 +119,7 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
 
     @classmethod
     def _from_checked(cls, config_dict: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+        config_dict = {**cls.values_of_old_files, **config_dict}
         later = {name: value for name, value in config_dict.items() if _resembles(cls, name)}
         made = super().from_dict({name: value for name, value in config_dict.items() if name not in later}, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
@@ -259,6 +262,13 @@ def check_dict(field: str, value: Any) -> None:
 def check_sub_config(field: str, value: Any) -> None:
     if value is not None and not isinstance(value, (dict, PreTrainedConfig)):
         raise ValueError(f"`{field}` must be a configuration, a dict of its fields or None, got {value!r}.")
+
+
+def check_config_class(field: str, value: Any, config_class: type[PreTrainedConfig]) -> None:
+    if not isinstance(value, config_class):
+        raise ValueError(
+            f"`{field}` must be a {config_class.__name__} or a dict of its fields, got {type(value).__name__}."
+        )
 
 
 def check_features(config: Any) -> None:

@@ -41,6 +41,7 @@ DECODERS = {
     "qwen3": Decoder("Qwen3ForCausalLM"),
     "qwen3_moe": Decoder("Qwen3MoeForCausalLM"),
 }
+SCALED = ("gemma2", "gemma3_text")  # those that multiply what their embedding returns
 
 
 def _served(config: Any) -> str | None:
@@ -63,9 +64,9 @@ def _text_config(config: Any) -> str | None:
     model_type = config.text_config.model_type
     if model_type not in DECODERS:
         return f"the decoder {model_type!r}: it was not compared with vLLM. Served are {', '.join(sorted(DECODERS))}"
-    if model_type == "gemma3_text" and config.additional_vocab_size:
-        # vLLM scales all rows of one table; transformers' embedding scales its own, and not the added ones.
-        return "`additional_vocab_size` with the decoder 'gemma3_text', whose embedding is scaled"
+    if model_type in SCALED and config.additional_vocab_size and not config.additional_vocab_scaled:
+        # vLLM scales all rows of one table.
+        return f"`additional_vocab_scaled=False` with the decoder {model_type!r}, whose embedding is scaled"
     return None
 
 
@@ -107,8 +108,8 @@ PERCEIVER_FIELDS: dict[str, Callable[[Any], str | None]] = dict.fromkeys(
 MODEL_FIELDS: dict[str, Callable[[Any], str | None]] = dict.fromkeys(
     """
     cross_attention_config cross_attention_layers perceiver_config image_token_id image_visibility
-    additional_vocab_size additional_vocab_in_head connector_options connector_hidden_act connector_bias
-    vision_feature_select_strategy vision_feature_layer vision_hidden_size source_config
+    additional_vocab_size additional_vocab_in_head additional_vocab_scaled connector_options connector_hidden_act
+    connector_bias vision_feature_select_strategy vision_feature_layer vision_hidden_size source_config
     """.split(),
     _served,
 ) | {"text_config": _text_config, "vision_config": _vision_config, "connector_type": _connector}

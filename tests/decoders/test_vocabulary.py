@@ -1,14 +1,16 @@
 """Tokens beyond the decoder's vocabulary."""
 
 import copy
+import json
 import pickle
 
 import pytest
 import torch
+from tiny_decoders import SERVED, make_tiny
 from tiny_models import VOCAB_SIZE, make_model, make_text, pixels, token_ids
 from transformers import AutoModelForCausalLM
 
-from hf_xattn import XAttnConfig
+from hf_xattn import XAttnConfig, retrofit
 
 
 EXTRA = 3
@@ -36,15 +38,56 @@ def test_added_rows(name):
     assert {key for key in names if "additional" not in key} == set(base.state_dict())
     embedding = model.get_input_embeddings()
     embedded = embedding(ids_with_extra())
-    assert torch.equal(embedded[:, 2], embedding.additional.weight[:1].expand(2, -1))
-    assert torch.equal(embedded[:, 4], embedding.additional.weight[-1:].expand(2, -1))
+    scale = getattr(embedding, "embed_scale", 1.0)
+    assert torch.equal(embedded[:, 2], embedding.additional.weight[:1].expand(2, -1) * scale)
+    assert torch.equal(embedded[:, 4], embedding.additional.weight[-1:].expand(2, -1) * scale)
     assert torch.equal(embedded[:, :2], base.get_input_embeddings()(ids_with_extra()[:, :2]))
     assert model(ids_with_extra()).logits.shape[-1] == VOCAB_SIZE
 
 
+# Its input for each layer has a vocabulary of its own, in which it does not find an added token.
+ANOTHER_VOCABULARY = ("gemma4_text",)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", SERVED)
+def test_added_rows_are_read_as_the_others(model_type):
+    """A decoder that scales or norms its embeddings (Gemma, BioGPT, XGLM, Inkling), but not the added ones."""
+    model = retrofit(make_tiny(model_type), every=2, additional_vocab_size=EXTRA).eval()
+    embedding, ids = model.get_input_embeddings(), token_ids()
+    ids[:, 2] = 7
+    added = ids.masked_fill(ids == 7, embedding.num_embeddings + 1)
+    embedding.additional.weight[1] = embedding.weight[7]
+    assert torch.equal(embedding(added), embedding(ids))
+    if model_type in ANOTHER_VOCABULARY:
+        with pytest.raises(IndexError):
+            model(added)
+    else:
+        assert torch.equal(model(added).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_rows_of_an_old_folder(tmp_path):
+    """Rows that were trained without a scale, which a later version scales; a second save that forgets it."""
+    model = make("gemma3", additional_vocab_scaled=False)
+    embedding = model.get_input_embeddings()
+    assert torch.equal(embedding(ids_with_extra())[:, 2], embedding.additional.weight[:1].expand(2, -1))
+    expected = model(ids_with_extra(), pixel_values=pixels()).logits
+    model.save_pretrained(tmp_path / "old")
+    file = tmp_path / "old" / "config.json"
+    fields = json.loads(file.read_text())
+    assert fields.pop("additional_vocab_scaled") is False
+    file.write_text(json.dumps(fields))
+    for source, target in (("old", "again"), ("again", "more")):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / source).eval()
+        assert torch.equal(loaded(ids_with_extra(), pixel_values=pixels()).logits, expected)
+        loaded.save_pretrained(tmp_path / target)
+    assert not torch.equal(make("gemma3")(ids_with_extra(), pixel_values=pixels()).logits, expected)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("in_head", [False, True])
-@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gemma3"])
 def test_copies_and_files(name, in_head, tmp_path):
     """Classes made at run time that a copy loses, rows that a file loses or a fresh initialisation overwrites."""
     model = make(name, additional_vocab_in_head=in_head)
@@ -59,7 +102,7 @@ def test_copies_and_files(name, in_head, tmp_path):
         assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
         if in_head:
             tables = [other.get_input_embeddings().additional, other.get_output_embeddings().additional]
-            assert (tables[0].weight is tables[1].weight) == (name == "llama_tied")
+            assert (tables[0].weight is tables[1].weight) == (name != "llama")
 
 
 def test_half_precision():

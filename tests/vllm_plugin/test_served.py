@@ -3,7 +3,8 @@
 import pytest
 import torch
 from own_parts import TURNING
-from tiny_models import make_model, make_text, vision_config
+from tiny_architectures import tiny_config
+from tiny_models import make_text, vision_config
 
 from hf_xattn import CrossAttentionConfig, XAttnConfig
 from hf_xattn.cache.text_progress import MarkerCounts
@@ -79,7 +80,14 @@ def test_too_few_markers():
 def test_added_tokens_of_a_scaled_embedding():
     """Added rows that the engine scales, and transformers does not."""
     fields = {"image_token_id": 96, "image_visibility": "latest"}
-    model = make_model("gemma3", additional_vocab_size=2, **fields)
-    with pytest.raises(ValueError, match="`additional_vocab_size` with the decoder 'gemma3_text'"):
-        check_served(model.config)
-    check_served(make_model("llama", additional_vocab_size=2, **fields).config)
+    for name in ("gemma2", "gemma3_text", "llama"):
+        config = XAttnConfig(
+            text_config=tiny_config(name), vision_config=vision_config(), additional_vocab_size=2, **fields
+        )
+        check_served(config)
+        config.additional_vocab_scaled = False
+        if name == "llama":
+            check_served(config)
+            continue
+        with pytest.raises(ValueError, match=f"`additional_vocab_scaled=False` with the decoder '{name}'"):
+            check_served(config)
