@@ -323,6 +323,21 @@ def _check_ranks(config: Path, most: int) -> None:
             )
 
 
+def check_adapter_target(target: Path, base: str | None) -> None:
+    """Raises a `ValueError` for a folder with a whole model, on which the saved adapter would be loaded.
+
+    `base` is the name of the model below the adapter: in its own folder, the adapter is loaded on it.
+    """
+    if base and os.path.isdir(base) and target.is_dir() and os.path.samefile(base, target):
+        return
+    files = (target / MANIFEST, *target.glob("model*.safetensors"), *target.glob(SHARDS_OF_RANKS))
+    if (target / "config.json").is_file() and (whole := [path.name for path in files if path.is_file()]):
+        raise ValueError(
+            f"{target} holds a whole model ({whole[0]}), on which an adapter (PEFT) in the same folder would be loaded "
+            f"in place of its base ({base or 'a model without a name'}). Choose another folder."
+        )
+
+
 def check_target(target: Path, adapter_only: bool = True) -> None:
     """Raises a `ValueError` for a folder with something that would be loaded in place of the save, or on top of it."""
     if target.is_file():

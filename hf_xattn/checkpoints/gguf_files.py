@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,11 +172,14 @@ def _check_all_read(file: str, model: PreTrainedModel, head: GgufHead) -> None:
             f"{file} scales its rotary positions ({head.rope_scaling}), which transformers does not read from a GGUF "
             "file. Use the model's safetensors."
         )
-    biases = [name for name in head.tensors if name.endswith(".bias")]
-    if biases and not any(name.endswith("bias") for name, _ in model.named_parameters()):
+    # By their values: a class may join the biases of several tensors, and names differ.
+    biases = {name: stored.numel for name, stored in head.tensors.items() if name.endswith(".bias")}
+    read = sum(tensor.numel() for name, tensor in model.state_dict().items() if name.endswith("bias"))
+    if sum(biases.values()) > read:
+        kinds = sorted({re.sub(r"^blk\.\d+", "blk.*", name) for name in biases})
         raise ValueError(
-            f"{file} holds {len(biases)} biases ({biases[0]}), which transformers' {type(model).__name__} does not "
-            "read from a GGUF file. Use the model's safetensors."
+            f"{file} holds {len(biases)} biases ({', '.join(kinds)}) with {sum(biases.values())} values, and "
+            f"transformers' {type(model).__name__} reads {read} of them from a GGUF file. Use the model's safetensors."
         )
 
 

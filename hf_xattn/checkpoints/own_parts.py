@@ -21,9 +21,11 @@ from transformers.utils import logging
 from ..decoders.block_stack import BlockStack, blocks_at
 from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
+from ..decoders.vocabulary import vocabulary_options
 from ..images.connector import XAttnConnector
 from ..images.vision import is_tiled
 from ..layers.block import GatedCrossAttentionBlock
+from ..utils.distributed import is_sharded_by_transformers
 from ..utils.first_values import ValuesComeLater
 from ..utils.stub import PACKAGE
 
@@ -63,7 +65,8 @@ def refuse_own_parts(model: Any) -> None:
             "your own may have names: see `register_connector`, `register_gate` and `register_position`. Or make the "
             "part in `__init__` of a subclass of the model, which then loads what it saves."
         )
-    if (found := next(_wrong_settings(body), None)) is not None:
+    found = next(chain(_wrong_settings(body), _wrong_values(model) if _is_built_by_us(model) else ()), None)
+    if found is not None:
         raise ValueError(
             f"`save_pretrained` cannot save {found}. A part is built once: a later change of the configuration does "
             "not reach it, and the folder would load as another model. Give both the same value."
@@ -124,23 +127,56 @@ def _wrong_parts(model: Any) -> Iterator[str]:
 
 def _wrong_modules(body: Any) -> Iterator[str]:
     """Modules of connector and blocks that differ from those of new ones."""
+    found, expected = _found_and_expected(body)
+    for path in sorted(found.keys() | expected.keys()):
+        ours, new = (_class_of(each.get(path)) for each in (found, expected))
+        if ours is not new:
+            yield _words(path, ours, new.__name__)
+
+
+def _wrong_values(model: Any) -> Iterator[str]:
+    """What modules of connector and blocks keep of their configuration, where new ones would keep something else."""
+    body = model.base_model
+    found, expected = _found_and_expected(body)
+    cut = is_sharded_by_transformers(model) or any("_fsdp_wrapped_module" in path for path, _ in body.named_modules())
+    for path, module in found.items():
+        new = expected.get(path, module)
+        for name in SETTINGS:
+            ours, theirs = (vars(each).get(name) for each in (module, new))
+            if ours != theirs:
+                yield f"`{path}`: it was built with {name}={ours!r}, which is {theirs!r} in the configuration"
+        for name in sorted({*dict(module.named_parameters(recurse=False)), *dict(new.named_parameters(recurse=False))}):
+            ours, theirs = (_shape_of(getattr(each, name, None)) for each in (module, new))
+            if ours != theirs and not cut:
+                yield f"`{path}.{name}`: it was built {ours}, and a new one is built {theirs}"
+    for name, built in vocabulary_options(body.text_model).items():
+        if built != (saved := getattr(body.config, name)):
+            yield f"`text_model`: it was built with {name}={built!r}, which is {saved!r} in the configuration"
+
+
+def _shape_of(weight: torch.Tensor | None) -> str:
+    return "without it" if weight is None else f"with shape {tuple(weight.shape)}"
+
+
+def _found_and_expected(body: Any) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """The modules of connector and blocks by their paths, and those of new ones."""
     config = copy.deepcopy(body.config)
-    found, expected = {}, {}
+    found: dict[str, nn.Module] = {}
+    expected: dict[str, nn.Module] = {}
     with torch.device("meta"), ValuesComeLater():
         block = GatedCrossAttentionBlock(config.cross_attention_config)
         if config.vision_config is not None:
-            found, expected = _classes("connector", body.connector), _classes("connector", XAttnConnector(config))
+            found = _modules("connector", body.connector)
+            expected = _modules("connector", XAttnConnector(config))
     _, layers = find_decoder(body.text_model)
     paths = {id(module): path for path, module in body.named_modules()}
     for index, layer in enumerate(layers):
         for name, place in zip(BLOCKS, [index] if index < len(layers) - 1 else [index, index + 1]):
             path, count = f"{paths[id(layer)]}.{name}", len(blocks_at(config.cross_attention_layers, place))
-            found |= _classes(path, getattr(layer, name, None))
+            found |= _modules(path, getattr(layer, name, None))
             if count:
-                expected |= _classes(path, block if count == 1 else BlockStack(*[block] * count))
-    for path in sorted(found.keys() | expected.keys()):
-        if found.get(path) is not expected.get(path):
-            yield _words(path, found.get(path, type(None)), expected.get(path, type(None)).__name__)
+                expected |= _modules(path, block if count == 1 else BlockStack(*[block] * count))
+    return found, expected
 
 
 def _wrong_settings(body: Any) -> Iterator[str]:
@@ -171,11 +207,10 @@ def _of_block(name: str, block: Any, config: Any) -> Iterator[str]:
         yield f"`{name}`: it was built {built}, which is gate={config.gate!r}"
 
 
-def _classes(path: str, module: nn.Module | None) -> dict[str, type]:
-    """The class of each module in a part, by its path without wrappers."""
+def _modules(path: str, module: nn.Module | None) -> dict[str, nn.Module]:
+    """Each module in a part, by its path without wrappers."""
     inside = () if module is None else module.named_modules(prefix=path, remove_duplicate=False)
-    names = ((".".join(name for name in each.split(".") if name not in WRAPPERS), part) for each, part in inside)
-    return {name: _class_of(part) for name, part in names}
+    return {".".join(name for name in each.split(".") if name not in WRAPPERS): part for each, part in inside}
 
 
 def _words(path: str, found: type, expected: str) -> str:

@@ -26,7 +26,7 @@ from ..utils.stub import PACKAGE, own_code, write_stub
 from ..utils.tensor_checks import check_flags
 from ..utils.transformers_api import is_blank_card
 from ..utils.whole_folder import WholeFolder
-from .folders import MANIFEST, check_target, weight_files_of
+from .folders import MANIFEST, check_adapter_target, check_target, weight_files_of
 from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers, refuse_own_parts, warn_of_weights_left_out
 from .saved_names import rules_of_parts
 
@@ -192,6 +192,7 @@ class XAttnSavingMixin(Model):
     def _save_whole(self, target: Path, is_main_process: bool, with_code: bool, options: dict[str, Any]) -> None:
         given = options.get("state_dict")
         if self._saves_peft_adapter():
+            check_adapter_target(target, self.name_or_path)
             warn_of_weights_left_out(self)
             if with_code:
                 raise ValueError(

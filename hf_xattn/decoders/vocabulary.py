@@ -77,6 +77,18 @@ def vocabulary_size(embedding: nn.Module) -> int | None:
     return embedding.num_embeddings + (0 if additional is None else additional.num_embeddings)
 
 
+def vocabulary_options(language_model: PreTrainedModel) -> dict[str, Any]:
+    """The fields of the configuration with which [`extend_vocabulary`] was called, as far as it has an effect."""
+    embedding, head = language_model.get_input_embeddings(), language_model.get_output_embeddings()
+    additional = getattr(embedding, "additional", None)
+    if additional is None:
+        return {"additional_vocab_size": 0}
+    in_head = getattr(head, "additional", None) is not None
+    found = {"additional_vocab_size": additional.num_embeddings, "additional_vocab_in_head": in_head}
+    is_plain = extended_embedding_class(nn.Embedding) in type(embedding).__mro__
+    return found if is_plain else {**found, "additional_vocab_scaled": isinstance(embedding, _AllRows)}
+
+
 def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool, scaled: bool) -> None:
     """Adds `size` tokens behind a decoder's vocabulary, in place.
 

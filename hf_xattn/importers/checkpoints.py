@@ -97,7 +97,9 @@ def import_checkpoint(
         return model
     if output is None:
         with tempfile.TemporaryDirectory() as folder:
-            return import_checkpoint(source, Path(folder) / "model")
+            model = import_checkpoint(source, Path(folder) / "model")
+        model.name_or_path = model.config.name_or_path = ""  # the folder is gone: no adapter may name it as its base
+        return model
     convert_checkpoint(source, output)
     return XAttnForConditionalGeneration.from_pretrained(output, dtype="auto")
 

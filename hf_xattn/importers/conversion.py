@@ -25,12 +25,14 @@ from ..decoders.block_stack import blocks_at
 from ..decoders.insertion import BLOCKS
 from ..utils.checkpoint_files import (
     INDEX,
+    WEIGHTS,
     Stored,
     check_inside,
     check_path,
     check_source,
     read_index,
     refuse_pickled,
+    refuse_two_saves,
     short,
 )
 from ..utils.checkpoint_files import read_headers as checked_headers
@@ -173,7 +175,8 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     where, index_file = f"`source` ({folder})", folder / INDEX
     index: dict[str, str] = {}
     try:
-        if index_file.is_file():
+        refuse_two_saves(folder / WEIGHTS, index_file)
+        if index_file.is_file() and not (folder / WEIGHTS).is_file():
             check_inside(folder, index_file)
             index = read_index(index_file)
         files = [folder / file for file in sorted(set(index.values()))] or sorted(folder.glob("*.safetensors"))

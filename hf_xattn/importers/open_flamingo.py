@@ -37,6 +37,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
+from ..decoders.decoder import find_decoder
 from ..decoders.insertion import check_insertable
 from ..modeling_xattn import XAttnForConditionalGeneration
 from .blocks import (
@@ -100,12 +101,13 @@ def import_open_flamingo(
         head_dim (`int`, defaults to 64): width of a head in the blocks and the resampler.
 
     Raises:
-        ValueError: for unknown tensors, missing tensors or tensors of a wrong shape. The error comes before `text` is
-            changed.
+        ValueError: for unknown tensors, missing tensors or tensors of a wrong shape, and for blocks that do not stand
+            in front of every n-th layer of `text`. The error comes before `text` is changed.
     """
     if head_dim < 1:
         raise ValueError(f"`head_dim` must be at least 1, got {head_dim}.")
     blocks, perceiver, language = _split(state_dict)
+    _check_places(sorted(blocks), text)
     block_config, _ = open_flamingo_block(blocks[min(blocks)], head_dim)
     connector: dict[str, Any] = {}
     latents: dict[str, torch.Tensor] = {}
@@ -170,6 +172,18 @@ def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, tor
     if not blocks:
         raise ValueError("`state_dict` holds no gated_cross_attn_layer, so it is not an OpenFlamingo checkpoint.")
     return blocks, perceiver, language
+
+
+def _check_places(places: list[int], text: PreTrainedModel) -> None:
+    """Raises a `ValueError` for blocks that are not at every n-th layer: some are missing, or it is another decoder."""
+    _, layers = find_decoder(text)
+    step = places[1] - places[0] if len(places) > 1 else places[0] + 1
+    expected = list(range(places[0] % step, len(layers), step))
+    if places != expected:
+        raise ValueError(
+            f"`state_dict` holds blocks for the layers {places}: expected {expected}, every {step}. of the "
+            f"{len(layers)} layers of `text` ({type(text).__name__}). It is not complete, or of another language model."
+        )
 
 
 def open_flamingo_resampler(

@@ -156,10 +156,12 @@ def weight_files(
         named (`str`, *optional*): the file, or the index, where the configuration names it (`transformers_weights`).
 
     Raises:
-        ValueError: as [`read_index`], for a file that leads out of the folder, and for files of ranks beside those of
-            another save.
+        ValueError: as [`read_index`], for a file that leads out of the folder, and for a single file, shards or files
+            of ranks beside those of another save.
     """
     single, index_file = (folder / _variant(name, variant) for name in (WEIGHTS, INDEX))
+    if named is None:
+        refuse_two_saves(single, index_file)
     if named is not None:
         single, index_file = (folder / "", folder / named) if named.endswith(".json") else (folder / named, folder / "")
     index: dict[str, str] = {}
@@ -181,6 +183,21 @@ def weight_files(
     for file in files:
         check_inside(folder, file)
     return files, index
+
+
+def refuse_two_saves(single: Path, index_file: Path) -> None:
+    """Raises a `ValueError` for a file of all weights beside shards: one of them is of an older save.
+
+    An index without its shards, which transformers leaves beside a single file, is no save.
+    """
+    if not (single.is_file() and index_file.is_file()):
+        return
+    if shard := next(filter(Path.is_file, (single.parent / file for file in read_index(index_file).values())), None):
+        if shard != single:
+            raise ValueError(
+                f"{single.parent} holds weights twice, in {single.name} and in {shard.name}, which {index_file.name} "
+                "names. Remove those of the older save, or save again in another folder."
+            )
 
 
 def _variant(name: str, variant: str | None) -> str:

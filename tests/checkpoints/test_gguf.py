@@ -33,6 +33,9 @@ from hf_xattn.commands.main import main
 from hf_xattn.utils import transformers_api
 
 
+QKV = (("q", 32), ("k", 16), ("v", 16))  # number of biases of each projection
+
+
 IDS = torch.tensor([[1, 70, 80, 200, 90]])
 
 
@@ -311,13 +314,24 @@ def test_packed_on_request(folder):
     [
         ({"more": {"rope_freqs.weight": np.full(4, 2, np.float32)}}, r"scales its rotary positions \(rope_freqs"),
         ({"rope_scaling": gguf.RopeScalingType.LINEAR}, r"scales its rotary positions \(linear\)"),
-        ({"more": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, r"holds 1 biases \(blk\.0\.attn_q\.bias\)"),
+        ({"more": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, r"holds 1 biases \(blk\.\*\.attn_q\.bias\) with 32"),
     ],
 )
 def test_what_transformers_leaves_out_is_refused(more, words, tmp_path):
     """Positions or biases of a file that the model lacks: it would compute something else, and say nothing."""
     path = write_gguf(tmp_path / "text.gguf", **more)
     with pytest.raises(ValueError, match=words):
+        retrofit(path, cross_attention_layers=[1])
+
+
+def test_more_biases_than_the_class_reads(tmp_path):
+    """A bias that is left out, because the class has biases elsewhere."""
+    more = {f"blk.{layer}.attn_{name}.bias": np.ones(size, np.float32) for layer in range(4) for name, size in QKV}
+    whole = write_gguf(tmp_path / "whole.gguf", architecture="qwen2", more=more)
+    assert retrofit(whole, cross_attention_layers=[1]).config.text_config.model_type == "qwen2"
+    more["blk.0.attn_output.bias"] = np.ones(32, np.float32)
+    path = write_gguf(tmp_path / "text.gguf", architecture="qwen2", more=more)
+    with pytest.raises(ValueError, match=r"holds 13 biases .*attn_output.* with 288 values, .*Qwen2.* reads 256 of"):
         retrofit(path, cross_attention_layers=[1])
 
 

@@ -198,6 +198,40 @@ def test_settings_that_do_not_reach_a_built_part(change, tmp_path, caplog):
     assert not (tmp_path / "model").exists()
 
 
+BUILT = {
+    "head_dim": ("perceiver_config", 4, "`connector.layers.0.layers.0.attn`: it was built with head_dim=8, which is 4"),
+    "norm_eps": ("perceiver_config", 1e-3, r"`connector.*norm`: it was built with eps=1e-05, which is 0.001"),
+    "hidden_act": ("perceiver_config", "relu", "`connector.*act_fn` is a .*GELUActivation, expected a ReLU"),
+    "qk_norm": ("perceiver_config", True, "`connector.*norm` is a .*Identity, expected a LayerNorm"),
+    "num_hidden_layers": ("perceiver_config", 1, "`connector.layers.0.layers.1` is a .*, expected a NoneType"),
+    "num_latents": ("perceiver_config", 3, r"latents`: it was built with shape \(5, 24\), .* with shape \(3, 24\)"),
+    "num_image_positions": ("perceiver_config", 0, r"image_positions`: it was built with shape .* without it"),
+    "connector_bias": ("mlp", False, r"`connector.layers.0.bias`: it was built with shape \(32,\), .* without it"),
+    "attention_bias": ("block", True, r"q_proj.bias`: it was built without it, and a new one is built with shape"),
+    "gate_granularity": ("block", "channel", r"attn_gate`: it was built with shape \(1,\), .* with shape \(32,\)"),
+    "additional_vocab_size": ("mlp", 3, "`text_model`: it was built with additional_vocab_size=2, which is 3"),
+    "additional_vocab_in_head": ("mlp", False, "it was built with additional_vocab_in_head=True, which is False"),
+    "additional_vocab_scaled": ("mlp", False, "it was built with additional_vocab_scaled=True, which is False"),
+}
+
+
+@pytest.mark.parametrize("field", BUILT)
+def test_settings_of_connector_and_vocabulary_that_come_too_late(field, tmp_path):
+    """A resampler or added rows that load with other settings, or without some of their weights."""
+    where, value, words = BUILT[field]
+    perceiver = {"num_latents": 5, "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 8}
+    perceiver |= {"num_image_positions": 2}
+    options = {"connector_type": "perceiver", "perceiver_config": perceiver} if where == "perceiver_config" else {}
+    options |= {"cross_attention_config": {"context_size": 24}} if options else {}
+    model = make_model("gemma3", additional_vocab_size=2, additional_vocab_in_head=True, **options)
+    model.save_pretrained(tmp_path / "right")
+    config = {"perceiver_config": model.config.perceiver_config, "block": model.config.cross_attention_config}
+    setattr(config.get(where, model.config), field, value)
+    with pytest.raises(ValueError, match="(?s)`save_pretrained` cannot save .*" + words):
+        model.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
 def test_text_model_of_a_class_of_ones_own(tmp_path):
     """A subclass of a decoder that loads as the decoder."""
     text = OwnText(make_text().config)

@@ -400,3 +400,24 @@ def test_blocks_that_train_beside_an_adapter_are_told_of(base, tmp_path, caplog,
         (message,) = told(act)
         assert message.startswith(f"{count} weights train outside of the adapter, such as model.text_model")
         assert "modules_to_save=hf_xattn.added_modules(model)" in message
+
+
+def test_an_adapter_beside_another_model(base, tmp_path):
+    """An adapter that is loaded on the model whose folder it was saved in, and not on its own base."""
+    pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    make_model(cross_attention_layers=[0]).save_pretrained(tmp_path / "other")
+    model = load(base)
+    model.add_adapter(config)
+    files = sorted(path.name for path in (tmp_path / "other").iterdir())
+    with pytest.raises(ValueError, match=r"other holds a whole model \(model.safetensors\), .*its base \(.*model\)"):
+        model.save_pretrained(tmp_path / "other")
+    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == files
+    model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "adapter")
+    own = make_model()
+    own.save_pretrained(tmp_path / "own")
+    own = load(tmp_path / "own")
+    own.add_adapter(config)
+    own.save_pretrained(tmp_path / "own")  # beside its own base
+    assert tuned(load(tmp_path / "own"))

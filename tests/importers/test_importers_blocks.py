@@ -142,6 +142,14 @@ def test_wrong_open_flamingo_checkpoints():
         ),
         (good | {"surplus": torch.zeros(3)}, "holds surplus"),
         (good | {"perceiver.frame_embs": torch.zeros(2, VISION)}, "expected a resampler of images, got `frame_embs`"),
+        (
+            {key: value for key, value in good.items() if ".2.gated_cross" not in key},
+            r"holds blocks for the layers \[0\]: expected \[0, 1, 2, 3\], every 1. of the 4 layers",
+        ),
+        (
+            {key.replace(".2.gated_cross", ".1.gated_cross"): value for key, value in good.items()},
+            r"layers \[0, 1\]: expected \[0, 1, 2, 3\], .* It is not complete, or of another language model",
+        ),
         ({"perceiver.latents": torch.zeros(3, VISION)}, "not an OpenFlamingo checkpoint"),
         ({key: value for key, value in good.items() if key != "perceiver.latents"}, "holds no latents"),
     ]

@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_mllama import VOCAB, make_mllama
+from tiny_models import make_text
 from transformers import PreTrainedModel
 
+from hf_xattn import retrofit
 from hf_xattn.importers import import_checkpoint
 
 
@@ -111,6 +113,30 @@ def test_the_model_has_the_name_of_its_folder(tmp_path):
     """An adapter (PEFT) that records a hidden folder as its base, which is gone when the import ends."""
     model = import_checkpoint(make_mllama(), tmp_path / "ours")
     assert model.name_or_path == model.config.name_or_path == str(tmp_path / "ours")
+    make_mllama().save_pretrained(tmp_path / "theirs")
+    model = import_checkpoint(tmp_path / "theirs")
+    assert model.name_or_path == model.config.name_or_path == ""
+    model.save_pretrained(tmp_path / "later")
+    assert model.name_or_path == str(tmp_path / "later")
+
+
+@pytest.mark.parametrize("read", [import_checkpoint, retrofit])
+def test_two_saves_in_one_folder(read, tmp_path):
+    """Weights of the older save, or those of the newer one, by the way that the folder is read."""
+    folder = tmp_path / "saved"
+    (make_mllama() if read is import_checkpoint else make_text()).save_pretrained(folder)
+    assert (folder / "model.safetensors").is_file()
+    whole = load_file(folder / "model.safetensors")
+    first = dict.fromkeys(list(whole)[: len(whole) // 2], "model-00001-of-00002.safetensors")
+    index = {**dict.fromkeys(whole, "model-00002-of-00002.safetensors"), **first}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    read(folder)  # an index without shards is what transformers leaves
+    for file in set(index.values()):
+        save_file({name: whole[name] for name in whole if index[name] == file}, folder / file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"weights twice, in model.safetensors and in model-0000\d-of-00002"):
+        read(folder)
+    (folder / "model.safetensors").unlink()
+    read(folder)
 
 
 @pytest.mark.skipif(
