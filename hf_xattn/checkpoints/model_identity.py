@@ -11,25 +11,48 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.integrations.accelerate import load_offloaded_parameter
 
 from ..cache.digests import mixed_sum, word_weights, words_of
 from ..configuration_xattn import XAttnConfig
+from ..utils.config_checks import own_fields
 from .own_parts import adapter_layers
 
 
 SAMPLES = 4  # number of sample values of each weight
 CHUNK = 1 << 20  # number of words that are summed at once
 
-# Fields of the configurations that change keys and values without changing the shape of a weight.
+# Every field of the configurations counts, unless it stands in a list of harmless ones. Fields that are in the first
+# files of encoded images are always written. Each other field is written if it differs from its default, which is what
+# files without the field were made with: so they stay valid.
 BLOCK_FIELDS = ("num_key_value_heads", "head_dim", "qk_norm", "norm_eps", "quiet_softmax")
 MODEL_FIELDS = ("connector_type", "connector_hidden_act", "vision_feature_select_strategy")
+PERCEIVER_FIELDS = (
+    "hidden_size intermediate_size num_latents num_hidden_layers num_attention_heads head_dim hidden_act qk_norm "
+    "norm_eps"
+).split()
+# Fields that change no image, and fields that the names and shapes of weights tell, which count too.
+HARMLESS_OF_BLOCK = (
+    "hidden_size num_attention_heads context_size intermediate_size hidden_act mlp_type norm_type attention_bias "
+    "mlp_bias attention_dropout gate gate_options gate_granularity gate_init zero_init position_bias "
+    "position_bias_num_buckets position_bias_max_distance initializer_range"
+).split()
+HARMLESS_OF_MODEL = (
+    "text_config cross_attention_layers image_token_id image_visibility additional_vocab_size additional_vocab_in_head "
+    "additional_vocab_scaled connector_bias source_config vision_hidden_size"
+).split()
+# Fields that have a form of their own in an identity.
+WRITTEN_OF_BLOCK = ("qk_norm_eps", "position", "position_options", "context_norm")
+PARTS = ("vision_config", "perceiver_config", "cross_attention_config")
+# Of a vision tower alone: what is done with its features.
+BEHIND_TOWER = (*MODEL_FIELDS, "connector_options")
 # Fields that change no image: where a part came from, and how it is loaded and written.
 DROPPED = (
     "_name_or_path base_revision base_subfolder base_gguf_file transformers_version dtype torch_dtype architectures"
@@ -60,22 +83,24 @@ class ModelIdentity:
     def _facts(self, parts: dict[str, nn.Module]) -> dict[str, Any]:
         config, block = self._config, self._config.cross_attention_config
         facts: dict[str, Any] = {name: getattr(block, name) for name in BLOCK_FIELDS}
-        # What has its usual value is left out, so that files that were written without the field stay valid.
         if block.qk_norm_eps != block.norm_eps:
             facts["qk_norm_eps"] = block.qk_norm_eps
         if block.position != "none":
             facts["position"] = [block.position, block.position_options]
         if block.context_norm:
             facts["context_norm"] = block.norm_type
+        others = _others(block, {*BLOCK_FIELDS, *WRITTEN_OF_BLOCK, *HARMLESS_OF_BLOCK})
+        facts |= {f"block.{name}": value for name, value in others.items()}
         facts.update((name, getattr(config, name)) for name in MODEL_FIELDS)
-        for name in ("connector_options", "vision_feature_layer"):
-            if getattr(config, name) is not None:
-                facts[name] = getattr(config, name)
+        facts |= _others(config, {*MODEL_FIELDS, *PARTS, *HARMLESS_OF_MODEL})
         for name in ("vision_config", "perceiver_config"):
             part = getattr(config, name)
             facts[name] = None if part is None else _shape_of(part.to_dict())
-        if facts["perceiver_config"] is not None and not facts["perceiver_config"]["num_image_positions"]:
-            del facts["perceiver_config"]["num_image_positions"]
+        if (perceiver := config.perceiver_config) is not None:
+            usual = own_fields(type(perceiver)).keys() - _others(perceiver, ()).keys() - {*PERCEIVER_FIELDS}
+            facts["perceiver_config"] = {
+                name: value for name, value in facts["perceiver_config"].items() if name not in usual
+            }
         # Adapters (PEFT) change the output of a layer without changing its weights. So do modules of `modules_to_save`.
         facts["adapters"] = _adapters_of(parts)
         return facts
@@ -89,9 +114,14 @@ def tower_identity(config: XAttnConfig, tower: nn.Module) -> str:
         "vision_config": _shape_of(config.vision_config.to_dict()),
         "adapters": _adapters_of(parts),
     }
-    if config.vision_feature_layer is not None:
-        facts["vision_feature_layer"] = config.vision_feature_layer
+    facts |= _others(config, {*BEHIND_TOWER, *PARTS, *HARMLESS_OF_MODEL})
     return digest_of(_json(facts), *(line_of(name, tensor, checksum(tensor)) for name, tensor, _ in _tensors(parts)))
+
+
+def _others(config: PreTrainedConfig, known: Collection[str]) -> dict[str, Any]:
+    """The fields of a configuration that are not `known`, and do not have their defaults."""
+    fields = {name: default for name, default in own_fields(type(config)).items() if name not in known}
+    return {name: value for name, default in fields.items() if (value := getattr(config, name)) != default}
 
 
 def _adapters_of(parts: dict[str, nn.Module]) -> dict[str, list[Any]]:

@@ -144,6 +144,12 @@ def _fields_of(config_class: type[PreTrainedConfig]) -> set[str]:
     return {field.name for field in dataclasses.fields(config_class)}
 
 
+def own_fields(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """The fields that a configuration adds to those of transformers, and their defaults."""
+    common = _fields_of(PreTrainedConfig)
+    return {field.name: field.default for field in dataclasses.fields(config_class) if field.name not in common}
+
+
 def _resembles(config_class: type[PreTrainedConfig], name: str) -> str:
     """` Did you mean ...?` for an unknown name that resembles a field's name; empty for any other name."""
     if _is_known(config_class, name):

@@ -6,13 +6,13 @@ in a table here, and a field that stands in none must have its default.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
 from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
+from ..utils.config_checks import own_fields
 from ..utils.parts import CONNECTORS, GATES, POSITIONS
 
 
@@ -118,13 +118,6 @@ FIELDS = (
     (PerceiverConfig, PERCEIVER_FIELDS),
     (XAttnConfig, MODEL_FIELDS),
 )
-
-
-def own_fields(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """The fields that a configuration adds to those of transformers, and their defaults."""
-    common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    fields = dataclasses.fields(config_class)
-    return {field.name: field.default for field in fields if field.name not in common}
 
 
 def why_not_served(config: PreTrainedConfig) -> str | None:

@@ -9,7 +9,8 @@ from tiny_models import make_text, vision_config
 from hf_xattn import CrossAttentionConfig, XAttnConfig
 from hf_xattn.cache.text_progress import MarkerCounts
 from hf_xattn.cache.visibility import image_order, visible_images
-from hf_xattn.vllm_plugin.served import DECODERS, FIELDS, check_served, last_seen, own_fields, why_not_served
+from hf_xattn.utils.config_checks import own_fields
+from hf_xattn.vllm_plugin.served import DECODERS, FIELDS, check_served, last_seen, why_not_served
 
 
 def config(**given):
