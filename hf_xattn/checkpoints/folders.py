@@ -32,7 +32,7 @@ from ..utils.checkpoint_files import (
     short,
     weight_files,
 )
-from ..utils.config_checks import check_against_weights, check_fields, check_layer_count, is_quantized
+from ..utils.config_checks import check_fields, check_layer_count, is_quantized
 from ..utils.first_values import ValuesComeLater, incomplete
 from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.quantized_weights import is_quantized as is_quantized_weight
@@ -48,6 +48,12 @@ WEIGHTS = "cross_attention"  # in place of the `model` of transformers' names
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 CODES = {dtype: code for code, dtype in FLOATS.items()}
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+# The weights of a model may have this many times the elements of its files, and this many more: a new part starts with
+# random weights, and some buffers are not saved.
+TIMES, MORE = 4, 2**26
+# Packed weights: at least this many bits hold one.
+MAX_WEIGHTS_PER_BYTE = 8
 
 
 class CheckedFolder(NamedTuple):
@@ -121,6 +127,29 @@ def check_size(
     except Exception:
         return
     check_against_weights(model, headers, quantized, what)
+
+
+def check_against_weights(model: nn.Module, headers: dict[str, Stored], quantized: bool, what: str) -> None:
+    """Checks a model on the meta device against the weights that it is to get, before memory is allocated.
+
+    Args:
+        headers (`dict[str, Stored]`): the weights in the checkpoint.
+        quantized (`bool`): whether the checkpoint's weights are packed: their shapes say nothing then.
+        what (`str`): begins each message: the checkpoint.
+
+    Raises:
+        ValueError: for a model that would be far larger than its weights. transformers reports other differences.
+    """
+    elements = sum(stored.numel for stored in headers.values())
+    if quantized:
+        elements *= 8 * MAX_WEIGHTS_PER_BYTE  # a word of eight bytes
+    own: dict[int, int] = {id(tensor): tensor.numel() for tensor in (*model.parameters(), *model.buffers())}
+    needed = sum(own.values())
+    if needed > TIMES * elements + MORE:
+        raise ValueError(
+            f"{what}: the checkpoint holds {elements} weights, but its configuration asks for {needed}: it was changed "
+            "or belongs to another checkpoint."
+        )
 
 
 def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any) -> dict[str, Stored]:

@@ -2,7 +2,8 @@
 again after `from_pretrained` overrides some.
 
 transformers keeps any key: one that resembles a field's name is refused here, as probably misspelt. It also builds any
-size, which would never return or ask for all memory. The bounds here are far above every published model.
+size, which would never return or ask for all memory. The bounds here are far above every published model, and only for
+fields that a configuration of its type has: nobody reads other keys.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from .architectures import TILED_VISION_TYPES, WITHOUT_CLASS_TOKEN, layers_width
-from .checkpoint_files import Stored, short
+from .checkpoint_files import short
 from .keywords import suggestion
 from .parts import names_come_later
 from .stub import NamesItsStub, references, write_stub
@@ -45,20 +45,15 @@ BOUNDS = {
     r"positions?(_embeddings)?$|len(gth)?$|n_ctx$|chunk_size$|window|_id$": MAX_POSITIONS,
     r"tiles$": 2**10,
     r"(image|patch)_size$": 2**16,
-    r"(_size|_dims?|_width|_rank|heads|channels|latents|_buckets|embd|_inner|_model|ff)$|^num_|^n_": MAX_WIDTH,
+    r"(_size|_dims?|_width|_rank|heads?|channels|latents|_buckets|embd|_inner|_model|ff|^num_labels)$": MAX_WIDTH,
 }
-OTHERS = 2**63 - 1  # what torch calls an integer
 MOST_DEPTH = 16  # of objects in objects
 POSITIVE = re.compile(r"^(hidden_size|vocab_size|num_hidden_layers|num_attention_heads|n_embd|n_layer|n_head)$")
 WHOLE = re.compile(POSITIVE.pattern + r"|^(intermediate_size|num_key_value_heads|head_dim)$")  # integers, if present
+# Others may be negative: -1 often means that there is none, or counts layers from the end.
+NOT_NEGATIVE = re.compile(WHOLE.pattern + r"|vocab|(image|patch)_size$|channels$|experts$")
 KERNELS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 DTYPES = ("dtype", "torch_dtype")
-
-# The weights of a model may have this many times the elements of its files, and this many more: a new part starts with
-# random weights, and some buffers are not saved.
-TIMES, MORE = 4, 2**26
-# Packed weights: at least this many bits hold one.
-MAX_WEIGHTS_PER_BYTE = 8
 
 
 class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
@@ -379,6 +374,7 @@ def check_fields(
         raise ValueError(f"{where}: expected an object, got {short(fields)}.")
     if depth > MOST_DEPTH:
         raise ValueError(f"{where}: expected at most {MOST_DEPTH} objects inside each other, got more.")
+    read = _names_read(fields.get("model_type"))
     for name, value in fields.items():
         if not isinstance(name, str) or name.startswith("__") or callable(getattr(config_class, name, None)):
             raise ValueError(f"{where}: expected the names of settings, got {short(name)}.")
@@ -394,36 +390,43 @@ def check_fields(
         elif name.endswith("_config") and name != "quantization_config" and isinstance(value, dict):
             check_fields(value, f"{where}, `{name}`", depth + 1)
         else:
-            _check_value(name, value, where, depth)
+            _check_value(name, value, where, depth, read)
 
 
-def _check_value(name: str, value: Any, where: str, depth: int) -> None:
-    """Checks a number, or the numbers in a list or an object."""
+def _names_read(model_type: Any) -> set[str] | None:
+    """The names that a configuration of this type reads. None for a type that transformers does not know."""
+    config_class = CONFIG_MAPPING[model_type] if isinstance(model_type, str) and model_type in CONFIG_MAPPING else None
+    return None if config_class is None else {*GENERIC, *_fields_of(config_class), *config_class.attribute_map}
+
+
+def _check_value(name: str, value: Any, where: str, depth: int, read: set[str] | None) -> None:
+    """Checks a number, or the numbers in a list or an object. `read`: see [`_names_read`]."""
     if isinstance(value, (dict, list)) and depth > MOST_DEPTH:
         kind = "objects" if isinstance(value, dict) else "lists"
         raise ValueError(f"{where}: expected at most {MOST_DEPTH} {kind} inside each other, got more in `{name}`.")
     if isinstance(value, dict):
         for inner, each in value.items():
-            named = isinstance(inner, str) and _most(name) == OTHERS
-            _check_value(inner if named else name, each, where, depth + 1)
+            named = isinstance(inner, str) and _most(name) is None
+            _check_value(inner if named else name, each, where, depth + 1, read)
     if isinstance(value, list):
         for each in value:
-            _check_value(name, each, where, depth + 1)
+            _check_value(name, each, where, depth + 1, read)
     if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and name.endswith("eps"))):
         raise ValueError(f"{where}: expected `{name}` to be a finite number, got {value}.")
     if WHOLE.match(name) and isinstance(value, (str, bool, float)):
         raise ValueError(f"{where}: expected `{name}` to be an integer, got {short(value)}.")
-    if isinstance(value, bool) or not isinstance(value, int):
-        return
     most = _most(name)
-    # -1 often means that there is none, or counts layers from the end. A width is never negative.
-    least = 1 if POSITIVE.match(name) else -OTHERS if most in (MAX_LAYERS, MAX_POSITIONS, OTHERS) else 0
-    if not least <= value <= most:
-        raise ValueError(f"{where}: expected `{name}` to be from {least} to {most}, got {short(value)}.")
+    if isinstance(value, bool) or not isinstance(value, int) or most is None or (read is not None and name not in read):
+        return
+    least = 1 if POSITIVE.match(name) else 0 if NOT_NEGATIVE.search(name) else None
+    if value > most or (least is not None and value < least):
+        span = f"at most {most}" if least is None else f"from {least} to {most}"
+        raise ValueError(f"{where}: expected `{name}` to be {span}, got {short(value)}.")
 
 
-def _most(name: str) -> int:
-    return next((most for names, most in BOUNDS.items() if re.search(names, name)), OTHERS)
+def _most(name: str) -> int | None:
+    """The largest value of a field that allocates memory; None for any other name."""
+    return next((most for names, most in BOUNDS.items() if re.search(names, name)), None)
 
 
 def _check_kernel(name: str, value: Any, where: str) -> None:
@@ -473,26 +476,3 @@ def check_layer_count(fields: Any, num_tensors: int, where: str) -> None:
             and value > num_tensors
         ):
             raise ValueError(f"{where}: `{name}` is {value}, but the checkpoint holds {num_tensors} weights in all.")
-
-
-def check_against_weights(model: nn.Module, headers: dict[str, Stored], quantized: bool, what: str) -> None:
-    """Checks a model on the meta device against the weights that it is to get, before memory is allocated.
-
-    Args:
-        headers (`dict[str, Stored]`): the weights in the checkpoint.
-        quantized (`bool`): whether the checkpoint's weights are packed: their shapes say nothing then.
-        what (`str`): begins each message: the checkpoint.
-
-    Raises:
-        ValueError: for a model that would be far larger than its weights. transformers reports other differences.
-    """
-    elements = sum(stored.numel for stored in headers.values())
-    if quantized:
-        elements *= 8 * MAX_WEIGHTS_PER_BYTE  # a word of eight bytes
-    own: dict[int, int] = {id(tensor): tensor.numel() for tensor in (*model.parameters(), *model.buffers())}
-    needed = sum(own.values())
-    if needed > TIMES * elements + MORE:
-        raise ValueError(
-            f"{what}: the checkpoint holds {elements} weights, but its configuration asks for {needed}: it was changed "
-            "or belongs to another checkpoint."
-        )

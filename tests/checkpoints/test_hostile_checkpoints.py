@@ -2,6 +2,7 @@
 nothing else.
 """
 
+import json
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import torch
 from checkout import HELPERS
 from hostile_inputs import REFUSED, SAME, fresh, is_ours, mark_of
 from safetensors.torch import load_file, save_file
+from tiny_decoders import make_tiny
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-from hf_xattn import XAttnForConditionalGeneration
+from hf_xattn import XAttnForConditionalGeneration, retrofit
+from hf_xattn.utils.config_checks import check_fields
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +124,33 @@ def test_settings_of_the_caller_hide_no_missing_weight(saved, tmp_path):
         XAttnForConditionalGeneration.from_pretrained(saved[0] / "whole", **settings)
     more = XAttnForConditionalGeneration.from_pretrained(saved[0] / "whole", allow_missing_weights=True, **settings)
     assert len(more.blocks) == 3
+
+
+# Keys that nobody reads, and values that mean "none" or "all".
+HARMLESS = {
+    "num_parameters": 7_000_000_000,
+    "total_size": 2**40,
+    "train_batch_size": 2**22,
+    "n_params": 7 * 10**9,
+    "model_max_length": 10**30,
+    "seed": 2**64 - 1,
+    "num_logits_to_keep": -1,
+    "d_ff": -1,
+    "n_inner": -1,
+}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "jamba", "gpt2"])
+def test_keys_of_other_peoples_configurations(model_type, tmp_path):
+    """A checkpoint that is refused because of a number that allocates nothing."""
+    text = make_tiny(model_type)
+    text.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({**fields, **{name: value for name, value in HARMLESS.items() if name not in fields}}))
+    retrofit(tmp_path, every=2).save_pretrained(tmp_path / "model")
+    XAttnForConditionalGeneration.from_pretrained(tmp_path / "model")
+    if model_type == "jamba":  # which reads it
+        check_fields({"model_type": "jamba", "num_logits_to_keep": -1}, "jamba")
+    with pytest.raises(ValueError, match="expected `num_attention_heads` to be from 1 to"):
+        check_fields({**fields, "num_attention_heads": 10**9}, "config.json")
