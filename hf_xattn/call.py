@@ -194,7 +194,8 @@ def _find_cache(
     if isinstance(images, PreparedImages) or images.images is not None:
         raise ValueError(
             f"Expected `cache` to be a cache for text and images, got a {type(given).__name__}. Pass "
-            "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
+            "`EncoderDecoderCache(DynamicCache(), DynamicCache())`. Prefix tuning (PEFT) passes such a cache, and does "
+            "not work beside images: use LoRA or prompt tuning."
         )
     return None
 

@@ -25,7 +25,14 @@ from .cache.image_layout import rows_to
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
 from .call import check_cache, why_uncached
 from .decoders.decoder import holds_text
-from .decoders.text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary, check_options
+from .decoders.text_inputs import (
+    check_attention_mask,
+    check_embeds,
+    check_ids,
+    check_in_vocabulary,
+    check_options,
+    refuse_prefix,
+)
 from .images.conversation import PreparedImages, TextOfCall, read_images, wrong_markers_of_known_images
 from .images.image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
@@ -188,6 +195,7 @@ class XAttnGenerationMixin:
             before = _ReadBefore(text.shape[1], in_ids, length.cached - in_ids, mask) if length.cached else None
             markers = self._markers_behind(input_ids, images, length)
             kwargs[IMAGES] = _ImagesOfGenerate(images, length, attentions, before, markers)
+        refuse_prefix(self)
         base: Any = super()
         try:
             output = base.generate(inputs, *args, **kwargs)

@@ -24,6 +24,7 @@ from .vocabulary import vocabulary_size
 
 # How torch says that tensors do not fit each other.
 _OF_SHAPES = re.compile("size of tensor|same number of dimensions|number of sizes provided|split_with_sizes")
+PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # methods of PEFT that learn keys and values of the text's cache
 
 
 def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[], nn.Module]) -> None:
@@ -78,7 +79,17 @@ def check_ids(name: str, ids: Any) -> None:
 
 
 def check_in_vocabulary(name: str, ids: torch.Tensor, embedding: nn.Module, ignored: int | None = None) -> None:
-    """Raises a `ValueError` for ids that an embedding has no row for. On a CPU alone: see the head of this file."""
+    """Raises a `ValueError` for ids that an embedding has no row for. On a CPU alone: see the head of this file.
+
+    And for an embedding with an adapter that looks rows up by itself, beside added rows that it does not know.
+    """
+    tuned = getattr(embedding, "token_adapter", embedding)  # of `trainable_token_indices`
+    if getattr(getattr(tuned, "base_layer", None), "additional", None) is not None:
+        raise ValueError(
+            f"The embedding has an adapter of PEFT ({type(tuned).__name__}), which has no rows for the tokens of "
+            "`additional_vocab_size`. Leave the embedding out of `target_modules` and `trainable_token_indices`. "
+            "`modules_to_save` can train it as a whole."
+        )
     size = vocabulary_size(embedding)
     if size is None or ids.device.type != "cpu" or is_fake(ids):
         return
@@ -89,6 +100,20 @@ def check_in_vocabulary(name: str, ids: torch.Tensor, embedding: nn.Module, igno
         found = sorted(set(ids[outside].tolist()))
         raise ValueError(
             f"Expected `{name}` from 0 to {size - 1}, the model's vocabulary, got {', '.join(map(str, found[:5]))}."
+        )
+
+
+def refuse_prefix(model: Any) -> None:
+    """Raises a `ValueError` for keys and values of PEFT's, which `generate` would leave out.
+
+    `PeftModel.generate` puts a method of its own in place of the model's, and so tells of itself.
+    """
+    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
+    if getattr(kind, "value", kind) in PREFIXES:
+        raise ValueError(
+            f"`generate` does not work with {getattr(kind, 'value', kind)} of PEFT, which puts keys and values into a "
+            "cache of its own. Use LoRA or prompt tuning."
         )
 
 
