@@ -201,7 +201,6 @@ FIELDS = {
     "image_visibility": value(none=None, kind=3, size="first"),
     "additional_vocab_size": value(none=None, kind="2", size=-1, dtype=2.0),
     "additional_vocab_in_head": value(none=None, kind="yes", size=True),
-    "additional_vocab_scaled": value(none=None, kind="yes"),
     "connector_type": value(none=None, kind=3, size="conv"),
     "connector_options": value(none=Fine(None), kind=3, size={"pool": 2}),
     "connector_hidden_act": value(none=None, kind=3, size="gelo"),
@@ -281,6 +280,7 @@ PERCEIVER_FIELDS = {
 }
 MODEL_FIELDS = {
     **FIELDS,
+    "additional_vocab_scaled": value(none=None, kind="yes"),
     "text_config": value(none=None, kind=3),
     "vision_config": PART,
     "cross_attention_config": value(none=Fine(None), kind=3, size=Wrong({"hidden_size": 8}, "hidden_size.*8")),
