@@ -24,15 +24,8 @@ from .cache.image_cache import ImageCache
 from .cache.image_layout import rows_to
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
 from .call import check_cache, why_uncached
+from .decoders import text_inputs
 from .decoders.decoder import holds_text
-from .decoders.text_inputs import (
-    check_attention_mask,
-    check_embeds,
-    check_ids,
-    check_in_vocabulary,
-    check_options,
-    refuse_prefix,
-)
 from .images.conversation import PreparedImages, TextOfCall, read_images, wrong_markers_of_known_images
 from .images.image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
@@ -177,16 +170,16 @@ class XAttnGenerationMixin:
         self._check_text(text, images, cache)
         if text is not None:
             if input_ids is None:
-                check_embeds(text, self.model.text_model.get_input_embeddings())
+                text_inputs.check_embeds(text, self.model.text_model.get_input_embeddings())
             else:
                 name = "input_ids" if inputs is None else "inputs"
-                check_ids(name, input_ids)
-                check_in_vocabulary(name, input_ids, self.model.text_model.get_input_embeddings())
+                text_inputs.check_ids(name, input_ids)
+                text_inputs.check_in_vocabulary(name, input_ids, self.model.text_model.get_input_embeddings())
             xattn_cache = cache if isinstance(cache, XAttnCache) else None
             mask, embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
             if mask is not None and (input_ids is None or embeds is None):  # with both, the mask covers the longer one
                 starts = cache is None or (xattn_cache is not None and xattn_cache.text_rows is None)
-                check_attention_mask(mask, text.shape[0], text.shape[1], starts)
+                text_inputs.check_attention_mask(mask, text.shape[0], text.shape[1], starts)
             images.check_rows(text.shape[0], 0 if xattn_cache is None else xattn_cache.cross_attention_cache.rows)
             self._check_markers(input_ids, images, xattn_cache)
             length = _text_of_generate(text, kwargs.get("attention_mask"), xattn_cache)
@@ -195,7 +188,7 @@ class XAttnGenerationMixin:
             before = _ReadBefore(text.shape[1], in_ids, length.cached - in_ids, mask) if length.cached else None
             markers = self._markers_behind(input_ids, images, length)
             kwargs[IMAGES] = _ImagesOfGenerate(images, length, attentions, before, markers)
-        refuse_prefix(self)
+        text_inputs.refuse_prefix(self)
         base: Any = super()
         try:
             output = base.generate(inputs, *args, **kwargs)
@@ -228,7 +221,9 @@ class XAttnGenerationMixin:
         sees = isinstance(request, _ImagesOfGenerate) and not request.inputs.is_empty
         sees = sees or (isinstance(cache, XAttnCache) and cache.cross_attention_cache.rows > 0)
         if sees:
-            check_options(config, self.config.image_token_id, model_kwargs.get("attention_mask") is not None)
+            text_inputs.check_options(
+                config, self.config.image_token_id, model_kwargs.get("attention_mask") is not None
+            )
         return config, model_kwargs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
