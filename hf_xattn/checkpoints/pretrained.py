@@ -19,6 +19,7 @@ from ..layers.block import GatedCrossAttentionBlock
 from ..learning.frozen import give_gradient_to_inputs
 from ..learning.lost_updates import warn_of_half_precision
 from ..learning.sharding import XAttnUnitsMixin, block_plan, fsdp_plan
+from ..utils.checkpoint_files import Stored
 from ..utils.config_checks import DTYPES, check_parts
 from ..utils.custom_code import trusting
 from ..utils.first_values import NotesWhatIsMissing, check_class, check_complete
@@ -63,6 +64,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _input_hooks: tuple[RemovableHandle, ...] = ()
+    _stored: dict[str, Stored] | None = None  # while a model is loaded: what the headers of its files say
     _skip_keys_device_placement = ["past_key_values", "cache"]
     _keep_in_fp32_modules_strict: Any = [f"{block}.{name}" for block in BLOCKS for name in PRECISE]
 
@@ -269,7 +271,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
 
 
 def _finish(model: Any, what: Any, load_kwargs: dict[str, Any]) -> None:
-    stored = vars(model).pop("_stored", {})
+    stored = vars(model).pop("_stored", None) or {}
     if all(load_kwargs.get(name) in (None, "auto") for name in DTYPES):
         warn_of_rounding(model, stored, str(what))
     finish_quantized(model)
