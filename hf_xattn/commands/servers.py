@@ -23,6 +23,10 @@ def register_serve(commands: argparse._SubParsersAction) -> None:
     add_number(parser, "--max-image-mib", 20, image, metavar="MIB")
     request = "largest body of a request, in MiB (default: four of the largest images fit, 107)"
     add_number(parser, "--max-request-mib", None, request, metavar="MIB")
+    add_number(parser, "--max-images", 64, "most images of a request")
+    pixels = "most pixels of all images of a request, in millions"
+    add_number(parser, "--max-request-megapixels", 68, pixels, metavar="N")
+    add_number(parser, "--max-requests", 16, "most requests that are read, wait or are answered at the same time")
     add_number(parser, "--max-new-tokens", 4096, "most tokens that a client may ask for in an answer")
     add_number(parser, "--max-beams", 8, "most beams that a client may ask for")
     parser.add_argument(
@@ -37,15 +41,18 @@ def register_serve(commands: argparse._SubParsersAction) -> None:
 def run_serve(arguments: argparse.Namespace) -> None:
     check_least(arguments, 0, "image_store")
     check_least(arguments, 1, "max_image_mib", "max_request_mib", "max_new_tokens", "max_beams")
+    check_least(arguments, 1, "max_images", "max_request_megapixels", "max_requests")
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
         raise ImportError("`hf-xattn serve` needs transformers' server: run `pip install 'transformers[serving]'`.")
+    from ..serving.request_pictures import RequestBounds
     from ..serving.served_requests import AnswerLimits
     from ..serving.serving import SERVED, Server, build_app, check_answers
 
     limits = replace(SERVED, max_bytes=arguments.max_image_mib * 2**20, private_addresses=arguments.private_addresses)
     answers = AnswerLimits(arguments.max_new_tokens, arguments.max_beams)
+    requests = RequestBounds(arguments.max_images, arguments.max_request_megapixels * 10**6, arguments.max_requests)
     max_request_bytes = arguments.max_request_mib and arguments.max_request_mib * 2**20
 
     with bind(arguments.host, arguments.port) as listener:
@@ -61,7 +68,8 @@ def run_serve(arguments: argparse.Namespace) -> None:
             print(f"Ready: {address} serves {name}. Stop with Ctrl-C.\n{_question(address, name)}", flush=True)
 
         try:
-            Server(build_app(name, model, processor, limits, max_request_bytes, answers), ready).run(sockets=[listener])
+            app = build_app(name, model, processor, limits, max_request_bytes, answers, requests)
+            Server(app, ready).run(sockets=[listener])
         except KeyboardInterrupt:  # raised again by uvicorn after a clean stop
             pass
 

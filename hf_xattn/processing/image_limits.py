@@ -76,6 +76,22 @@ def check_image_processor(image_processor: Any) -> None:
         )
 
 
+def resized_pixels(width: int, height: int, image_processor: Any, **kwargs: Any) -> int:
+    """Number of pixels to which an image processor enlarges an image; 0 where [`check_image_processor`] bounds it.
+
+    Only a `size` that sets the shortest edge alone leaves the other one open: of an image of 1 x 20000 pixels it makes
+    224 x 4480000. `kwargs` are those of the call of the image processor.
+    """
+    size = kwargs.get("size") or getattr(image_processor, "size", None)
+    resizes = kwargs.get("do_resize", getattr(image_processor, "do_resize", True)) is not False
+    if not isinstance(size, dict):
+        size = vars(size) if hasattr(size, "__dict__") else {}
+    sides = {key: side for key, side in size.items() if side is not None}
+    if not resizes or sides.keys() != {"shortest_edge"} or not min(width, height):
+        return 0
+    return int(sides["shortest_edge"]) ** 2 * max(width, height) // min(width, height)
+
+
 MOST_REDIRECTS = 5
 REDIRECTS = (301, 302, 303, 307, 308)
 PACKED = ("gzip", "x-gzip", "deflate")

@@ -22,7 +22,7 @@ from transformers.image_utils import ChannelDimension, infer_channel_dimension_f
 from transformers.utils import logging
 
 from ..utils.tensor_checks import type_name
-from .image_limits import LIMITS, ImageLimits, download
+from .image_limits import LIMITS, ImageLimits, download, resized_pixels
 
 
 if TYPE_CHECKING:
@@ -88,10 +88,13 @@ def read_images(images: list[Any], image_processor: Any, kwargs: dict[str, Any])
     kwargs.pop("return_tensors", None)
     if kwargs.get("do_convert_rgb", getattr(image_processor, "do_convert_rgb", None)) is False:
         # The caller passes images in the form that the vision tower reads.
-        return [upright(image) if is_pil(image) or is_array(image) else read_image(image) for image in images]
+        pictures = [upright(image) if is_pil(image) or is_array(image) else read_image(image) for image in images]
+        _check_resized(list(filter(is_pil, pictures)), image_processor, kwargs)
+        return pictures
     rescale = kwargs.get("do_rescale", getattr(image_processor, "do_rescale", True)) is not False
     layout = kwargs.pop("input_data_format", None)
     pictures = [read_image(image, input_data_format=layout, rescale=rescale) for image in images]
+    _check_resized(pictures, image_processor, kwargs)
     normalizes = kwargs.get("do_normalize", getattr(image_processor, "do_normalize", True)) is not False
     if kwargs.get("do_rescale") is False and normalizes:
         for image in images:
@@ -101,6 +104,19 @@ def read_images(images: list[Any], image_processor: Any, kwargs: dict[str, Any])
     if pictures and all(is_array(picture) for picture in pictures):
         kwargs["input_data_format"] = "channels_first"  # do not guess: a height of 3 pixels looks like 3 channels
     return pictures
+
+
+def _check_resized(pictures: list[Any], image_processor: Any, kwargs: dict[str, Any]) -> None:
+    """Raises a `ValueError` for an image so narrow that the image processor would make too many pixels of it."""
+    for picture in pictures:
+        height, width = picture.shape[-2:] if is_array(picture) else picture.size[::-1]
+        pixels = resized_pixels(width, height, image_processor, **kwargs)
+        if pixels > LIMITS.max_pixels:
+            raise ValueError(
+                f"`images` holds an image of {width} x {height} pixels, of which the image processor would make "
+                f"{pixels} pixels: expected at most {LIMITS.max_pixels}. Cut it into less narrow pieces. A larger "
+                "limit is set with `hf_xattn.processing.image_limits.LIMITS.max_pixels`."
+            )
 
 
 def upright(image: Any) -> Any:
@@ -235,11 +251,18 @@ def _check_frames(number: int) -> None:
         )
 
 
-def _open(source: str | Path | bytes, name: str, limits: ImageLimits) -> Image:
+def open_image(source: str | Path | bytes, name: str, *, limits: ImageLimits) -> Image:
     """Opens the image of a path, URL, data URL, base64 or a file's content. Its pixels are not read yet.
 
-    Transformers' `load_image` drops the alpha channel, so transparent areas would not become white.
+    Raises the errors of [`read_image`].
     """
+    image = _open(source, name, limits)
+    _check_size(image, name, limits)
+    return image
+
+
+def _open(source: str | Path | bytes, name: str, limits: ImageLimits) -> Image:
+    """Transformers' `load_image` drops the alpha channel, so transparent areas would not become white."""
     from PIL import UnidentifiedImageError
 
     if isinstance(source, bytes):

@@ -12,10 +12,12 @@ from typing import Any
 
 
 LINGER = 5.0  # seconds that a refused client may go on sending
+BODY_SECONDS = 120.0  # for the whole body of a request
 
 
 class RequestLimits:
-    """Reads the body of a request, and gives it to the application at once. Refuses a too large one (413).
+    """Reads the body of a request, and gives it to the application at once. Refuses a too large one (413), and one that
+    comes too slowly (408).
 
     The application itself has no limit where the client does not say the length of the body (chunked encoding).
 
@@ -35,15 +37,16 @@ class RequestLimits:
             return
         length = dict(scope["headers"]).get(b"content-length", b"0")
         too_large = not length.isdigit() or len(length) > 18 or int(length) > self.most
-        body, more = bytearray(), True  # not a list: many parts of one byte would take forty times their size
-        while more and not too_large:
-            message = await receive()
-            if message["type"] != "http.request":  # the client has left
+        body = bytearray()  # not a list: many parts of one byte would take forty times their size
+        if not too_large:
+            try:
+                if not await asyncio.wait_for(self._read(receive, body), BODY_SECONDS):
+                    return  # the client has left
+            except asyncio.TimeoutError:
+                error = f"Expected the body of a request within {BODY_SECONDS:g} seconds."
+                await refuse(receive, send, 408, self.error(408, error))
                 return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            too_large = len(body) > self.most
-        if too_large:
+        if too_large or len(body) > self.most:
             body.clear()
             await refuse(receive, send, 413, self.error(413, self.message))
             return
@@ -54,6 +57,17 @@ class RequestLimits:
             return given.pop() if given else await receive()
 
         await self.app(scope, give, send)
+
+    async def _read(self, receive: Any, body: bytearray) -> bool:
+        """Reads up to the end, or until it is too large. Returns whether the client is still there."""
+        more = True
+        while more and len(body) <= self.most:
+            message = await receive()
+            if message["type"] != "http.request":
+                return False
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        return True
 
 
 async def refuse(receive: Any, send: Any, status: int, error: dict[str, Any]) -> None:
@@ -79,6 +93,35 @@ async def refuse(receive: Any, send: Any, status: int, error: dict[str, Any]) ->
     except asyncio.TimeoutError:
         pass
     await send({"type": "http.response.body", "body": b""})
+
+
+class InFlight:
+    """ASGI middleware: refuses a request (429) while `most` others are read, wait or are answered.
+
+    What takes nothing passes: a request without a body, such as a probe of `/health`.
+
+    Args:
+        error (`Callable[[int, str], dict]`): as in [`RequestLimits`].
+    """
+
+    def __init__(self, app: Any, most: int, remedy: str, error: Callable[[int, str], dict[str, Any]]):
+        self.app, self.most, self.error, self.count = app, most, error, 0
+        self.message = f"The server has {most} requests already. Try again in a moment. {remedy}"
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        headers = dict(scope.get("headers", ()))
+        has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+        if scope["type"] != "http" or not (has_body or scope["method"] == "POST"):
+            await self.app(scope, receive, send)
+            return
+        if self.count >= self.most:
+            await refuse(receive, send, 429, self.error(429, self.message))
+            return
+        self.count += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.count -= 1
 
 
 class NoUploads:

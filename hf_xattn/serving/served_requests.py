@@ -11,29 +11,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import HTTPException
 from transformers import GenerationConfig
 from transformers.utils.chat_template_utils import _get_template_variables
 
 from ..data.rows import ROLES
-from ..processing import image_reading
 from ..processing.chat_messages import check_one_kind
-from ..processing.image_limits import ImageLimits
 from ..processing.image_reading import is_pil
 from ..utils.checkpoint_files import short
 from ..utils.tensor_checks import type_name
 
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 MOST_STOPS, LONGEST_STOP = 16, 256  # strings, and characters of each
 MOST_BIASES = 300
 TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions, and of the Responses API
 IMAGE_PARTS = ("image_url", "input_image")
-IMAGE_ADDRESSES = ("http://", "https://", "data:image/")
 MESSAGE_FIELDS = frozenset(
     "role content name refusal tool_calls tool_call_id function_call annotations audio".split()
 ) | {"reasoning", "reasoning_content"}
@@ -99,23 +93,6 @@ def image_parts(messages: Any, field: str) -> Iterator[tuple[str, dict]]:
                     f"Expected text or an image (`image_url`) as part {number} of message {index}, got a part of type "
                     f"{part.get('type')!r}.",
                 )
-
-
-def read_image(place: str, address: Any, limits: ImageLimits) -> Image:
-    """Reads an image from the web or from a data URL, as the processor does.
-
-    Raises an `HTTPException` for any other address: transformers would also read files of this machine.
-    """
-    url = address.get("url") if isinstance(address, dict) else address
-    if not isinstance(url, str) or not url.startswith(IMAGE_ADDRESSES):
-        got = repr(url[:60]) if isinstance(url, str) else type_name(url)
-        raise HTTPException(
-            400, f"Expected the address of {place} to start with {', '.join(IMAGE_ADDRESSES)}, got {got}."
-        )
-    try:
-        return image_reading.read_image(url, "image_url", limits=limits)
-    except Exception as error:  # decoders and connections raise errors of many kinds
-        raise HTTPException(400, f"The image in {place} cannot be read: {error}") from error
 
 
 def _check_message(index: int, message: dict) -> None:

@@ -10,6 +10,7 @@ Reasoning and tool calls are told apart as for the text model. The model is neve
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import socket
 import time
@@ -35,6 +36,7 @@ from transformers.cli.serving.utils import (
     BaseHandler,
     GenerateManager,
     GenerationState,
+    InferenceThread,
     Modality,
     _GenerationCancelled,
     get_response_template,
@@ -45,7 +47,8 @@ from ..processing.chat_templates import check_template
 from ..processing.image_limits import ImageLimits
 from ..utils.tensor_checks import type_name
 from .cut_answers import with_cut_answer, with_cut_stream
-from .request_limits import RequestLimits
+from .request_limits import InFlight, RequestLimits
+from .request_pictures import Pictures, RequestBounds
 from .served_requests import (
     AnswerLimits,
     check_answer,
@@ -57,7 +60,6 @@ from .served_requests import (
     check_template_kwargs,
     check_tools,
     image_parts,
-    read_image,
     read_whole,
     with_instructions,
 )
@@ -71,6 +73,7 @@ logger = logging.get_logger(__name__)
 
 SERVED = ImageLimits(max_pixels=2**26, max_bytes=20 * 2**20, max_seconds=30.0, private_addresses=False)
 ANSWERS = AnswerLimits()
+REQUESTS = RequestBounds()
 SEED = "_seed_of_request"  # of a `GenerationConfig`, until the model answers: other requests may be in front
 FULL_IMAGES = 4  # of the largest size: room for these in a request by default
 # Fields that transformers' server ignores, at most with a warning in its log, and the values that ask for nothing.
@@ -122,9 +125,11 @@ class OneModel(ModelManager):
         processor: Any,
         limits: ImageLimits,
         answers: AnswerLimits,
+        requests: RequestBounds,
+        max_request_bytes: int,
     ) -> None:
         super().__init__()
-        self.limits, self.answers = limits, answers
+        self.limits, self.answers, self.requests, self.max_request_bytes = limits, answers, requests, max_request_bytes
         self.force_model = name  # the server refuses requests for another model
         self.model, self.processor = model, processor
         set_response_template(_tokenizer(processor), model)
@@ -189,7 +194,7 @@ class _Bounded(BaseHandler):
 
 
 class _Checked(BaseHandler):
-    """Refuses requests that the server would read only in part, and reads images before the server does."""
+    """Refuses requests that the server would read only in part, and opens images before the server does."""
 
     async def handle_request(self, body: dict, request_id: str) -> Any:
         manager: Any = self.model_manager
@@ -202,10 +207,10 @@ class _Checked(BaseHandler):
             raise HTTPException(
                 400, f"{manager.force_model} cannot read images: it was saved without an image processor."
             )
-        for place, part in parts:
-            # In a thread, so that a slow address or a large image does not delay other requests.
-            part["image_url"] = await asyncio.to_thread(read_image, place, part.get("image_url"), manager.limits)
-        return await super().handle_request(body, request_id)  # type: ignore[misc]
+        image_processor = getattr(manager.processor, "image_processor", None)
+        pictures = Pictures(parts, image_processor, manager.limits, manager.requests)
+        await pictures.open(manager.max_request_bytes)
+        return await super().handle_request(body, request_id, pictures.unpack)  # type: ignore[misc]
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict], modality: Modality) -> list[dict]:
@@ -213,6 +218,35 @@ class _Checked(BaseHandler):
             return BaseHandler.get_processor_inputs_from_messages([message], modality)[0]
 
         return check_images_are_read([read_whole(message, read) for message in messages])
+
+
+class _Prepared(BaseHandler):
+    """Unpacks images, resizes them, and tokenizes text in a thread, where they do not delay other requests.
+
+    Requests are prepared one after another, so that the pixels of one alone are in memory. Answers begin in the event
+    loop: `_streaming` and `_non_streaming` return what begins them there.
+    """
+
+    async def handle_request(self, body: dict, request_id: str, unpack: Callable[[], None] = lambda: None) -> Any:
+        handle = super().handle_request  # type: ignore[misc]
+
+        def prepare() -> Any:
+            unpack()
+            return asyncio.run(handle(body, request_id))
+
+        state: Any = self.generation_state
+        return await (await state.preparing.async_submit(prepare))()
+
+    def _streaming(self, *args: Any, **kwargs: Any) -> Any:
+        stream = super()._streaming  # type: ignore[misc]
+
+        async def begin() -> Any:
+            return stream(*args, **kwargs)
+
+        return begin
+
+    async def _non_streaming(self, *args: Any, **kwargs: Any) -> Any:
+        return functools.partial(super()._non_streaming, *args, **kwargs)  # type: ignore[misc]
 
 
 class _Generation(GenerateManager):
@@ -282,22 +316,22 @@ class _State(GenerationState):
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = _Generation()
+        self.manager, self.preparing = _Generation(), InferenceThread()
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> _Generation:
         return self.manager
 
 
-class _Chat(_Worded, _Bounded, _Checked, ChatCompletionHandler):
+class _Chat(_Worded, _Bounded, _Checked, _Prepared, ChatCompletionHandler):  # type: ignore[misc]
     pass
 
 
-class _Completion(_Worded, _Bounded, CompletionHandler):
+class _Completion(_Worded, _Bounded, _Prepared, CompletionHandler):  # type: ignore[misc]
     ignored = IGNORED_COMPLETION_FIELDS
 
 
-class _Responses(_Worded, _Bounded, _Checked, ResponseHandler):
-    ignored = IGNORED_RESPONSE_FIELDS
+class _WholeResponses(ResponseHandler):
+    """Says if an answer is cut, and keeps a system message beside instructions."""
 
     @staticmethod
     def _normalize_input(body: dict) -> list[dict]:
@@ -313,6 +347,10 @@ class _Responses(_Worded, _Bounded, _Checked, ResponseHandler):
 
     async def _non_streaming(self, *args: Any, **kwargs: Any) -> Any:
         return with_cut_answer(await super()._non_streaming(*args, **kwargs), _limit_of(args, kwargs))
+
+
+class _Responses(_Worded, _Bounded, _Checked, _Prepared, _WholeResponses):  # type: ignore[misc]
+    ignored = IGNORED_RESPONSE_FIELDS
 
 
 def _limit_of(args: Any, kwargs: Any) -> int:
@@ -347,6 +385,7 @@ def build_app(
     limits: ImageLimits = SERVED,
     max_request_bytes: int | None = None,
     answers: AnswerLimits = ANSWERS,
+    requests: RequestBounds = REQUESTS,
 ) -> FastAPI:
     """Builds transformers' server for a loaded model.
 
@@ -355,8 +394,10 @@ def build_app(
         limits ([`ImageLimits`]): of the images that clients name. By default none is fetched from a private network.
         max_request_bytes (`int`, *optional*): of the body of a request. By default [`room_for_images`].
         answers ([`AnswerLimits`]): of what clients ask of `generate`.
+        requests ([`RequestBounds`]): of the images of a request, and of requests at the same time.
     """
-    manager, state = OneModel(name, model, processor, limits, answers), _State()
+    most = room_for_images(limits) if max_request_bytes is None else max_request_bytes
+    manager, state = OneModel(name, model, processor, limits, answers, requests, most), _State()
     app = build_server(
         manager,
         _Chat(manager, state),
@@ -368,8 +409,14 @@ def build_app(
     )
     app.add_middleware(
         RequestLimits,
-        most=room_for_images(limits) if max_request_bytes is None else max_request_bytes,
+        most=most,
         remedy="Send fewer or smaller images, or raise the limit of the server: `hf-xattn serve --max-request-mib`.",
+        error=_error,
+    )
+    app.add_middleware(  # the outer one: bodies that are read count too
+        InFlight,
+        most=requests.max_requests,
+        remedy="The operator sets another number with `hf-xattn serve --max-requests`.",
         error=_error,
     )
 

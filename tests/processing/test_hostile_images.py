@@ -23,7 +23,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import make_model, pixels
-from transformers import SiglipImageProcessor
+from transformers import CLIPImageProcessor, SiglipImageProcessor
 
 from hf_xattn import XAttnProcessor
 from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
@@ -103,6 +103,20 @@ def test_limits_of_pictures(monkeypatch, tmp_path):
         processor(images=picture(64), text="a")
     with pytest.raises(ValueError, match="no such file"):
         read_image("a\0b")
+
+
+@pytest.mark.parametrize("as_array", [False, True], ids=["a file", "an array"])
+@pytest.mark.parametrize("rgb", [True, False])
+def test_a_picture_that_becomes_long(as_array, rgb):
+    """One of 20,000 pixels, of which an image processor that sets the shortest edge makes a billion."""
+    images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    processor = XAttnProcessor(images, make_processor(TEXT_TEMPLATES["guard"]).tokenizer)
+    narrow = Image.new("RGB", (1, 200_000))
+    given = np.array(narrow) if as_array and rgb else narrow
+    with pytest.raises(ValueError, match="would make 204800000 pixels: expected at most"):
+        processor(images=given, text="a", do_convert_rgb=rgb)
+    assert processor(images=narrow, text="a", size={"height": 32, "width": 32})["pixel_values"].shape[-1] == 32
+    assert processor(images=Image.new("RGB", (1, 200)), text="a")["pixel_values"].shape[-1] == 32
 
 
 @pytest.mark.parametrize(

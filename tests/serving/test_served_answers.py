@@ -22,6 +22,7 @@ from huggingface_hub.utils import httpx
 from model_server import TEXT, Served, asked
 
 from hf_xattn.serving import served_requests
+from hf_xattn.serving.request_pictures import RequestBounds
 from hf_xattn.serving.served_requests import AnswerLimits, check_config
 from hf_xattn.serving.stop_strings import UntilStop, place_of_stop
 
@@ -446,15 +447,17 @@ def test_the_options(chat_folder, monkeypatch, capsys):
     """Options without effect, or bounds that no request meets."""
     from hf_xattn.serving import serving
 
-    for option in ("--max-new-tokens", "--max-beams"):
+    for option in ("--max-new-tokens", "--max-beams", "--max-images", "--max-request-megapixels", "--max-requests"):
         assert main(["serve", str(chat_folder), option, "0"]) == 2
         assert f"`{option}` must be at least 1, got 0" in capsys.readouterr().err
     given, build_app = [], serving.build_app
-    monkeypatch.setattr(serving, "build_app", lambda *arguments: given.append(arguments[-1]) or build_app(*arguments))
+    monkeypatch.setattr(serving, "build_app", lambda *arguments: given.append(arguments[-2:]) or build_app(*arguments))
     monkeypatch.setattr(serving.Server, "run", lambda *_, **__: None)
-    for options in ((), ("--max-new-tokens", "5", "--max-beams", "2")):
+    images = ("--max-images", "3", "--max-request-megapixels", "4", "--max-requests", "6")
+    for options in ((), ("--max-new-tokens", "5", "--max-beams", "2", *images)):
         assert main(["serve", str(chat_folder), "--port", "0", *options]) == 0
-    assert given == [AnswerLimits(4096, 8), AnswerLimits(5, 2)]
+    assert given == [(AnswerLimits(4096, 8), RequestBounds()), (AnswerLimits(5, 2), RequestBounds(3, 4 * 10**6, 6))]
+    assert given[0][1] == RequestBounds(64, 68 * 10**6, 16)
 
 
 def test_others_are_answered_meanwhile(served):

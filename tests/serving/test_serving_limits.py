@@ -3,21 +3,27 @@ are no request.
 """
 
 import http.client
+import http.server
 import json
+import shutil
 import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 import pytest
-from chat_models import data_url, drawing
+from chat_models import data_url, drawing, question
 from huggingface_hub.utils import httpx
 from memory_checks import STATUS, resident
 from model_server import TEXT, Served, asked, openai
+from PIL import Image
 
 from hf_xattn.commands.main import main
 from hf_xattn.processing.image_limits import ImageLimits
 from hf_xattn.serving import request_limits
+from hf_xattn.serving.request_pictures import RequestBounds
 from hf_xattn.serving.serving import SERVED, room_for_images
 
 
@@ -155,5 +161,158 @@ def test_the_option(chat_folder, monkeypatch, capsys):
     monkeypatch.setattr(serving.Server, "run", lambda *_, **__: None)
     for options, most in (((), room_for_images(SERVED)), (("--max-request-mib", "3"), 3 * 2**20)):
         assert main(["serve", str(chat_folder), "--port", "0", *options]) == 0
-        assert [each.kwargs["most"] for each in apps[-1].user_middleware if "most" in each.kwargs] == [most]
+        (limit,) = (each for each in apps[-1].user_middleware if each.cls is request_limits.RequestLimits)
+        assert limit.kwargs["most"] == most
     assert threading.active_count() < 100
+
+
+def one_bit(width, height):
+    """The address of a picture whose file has few bytes."""
+    return data_url(Image.new("1", (width, height)))
+
+
+@pytest.fixture(scope="module")
+def narrow(chat_folder, tmp_path_factory):
+    """A server whose image processor sets the shortest edge alone, as that of CLIP does."""
+    folder = shutil.copytree(chat_folder, tmp_path_factory.mktemp("narrow") / "model")
+    path = folder / "processor_config.json"
+    settings = json.loads(path.read_text())
+    size = settings["image_processor"]["size"]
+    settings["image_processor"] |= {
+        "size": {"shortest_edge": size["height"]},
+        "crop_size": size,
+        "do_center_crop": True,
+    }
+    settings["image_processor"]["image_processor_type"] = "CLIPImageProcessor"
+    path.write_text(json.dumps(settings))
+    served = Served(folder, "small")
+    yield served
+    served.stop()
+
+
+PICTURES_OF_FEW_BYTES = {
+    "two large ones": (lambda: [one_bit(8192, 8192)] * 2, "at most 68000000 pixels in all"),
+    "many small ones": (lambda: [one_bit(1, 1)] * 65, "at most 64 images in a request, got 65"),
+    "one that becomes long": (lambda: [one_bit(1, 100_000)], "at most 68000000 pixels in all"),
+    "many that become long": (lambda: [one_bit(1, 20_000)] * 30, "at most 68000000 pixels in all"),
+}
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize("case", PICTURES_OF_FEW_BYTES)
+@pytest.mark.parametrize("path", [ASK, "/v1/responses"])
+def test_pictures_of_few_bytes_and_many_pixels(narrow, case, path):
+    """Kilobytes of request that take gigabytes of memory: unpacked, or as the image processor enlarges them."""
+    make, words = PICTURES_OF_FEW_BYTES[case]
+    if path == ASK:
+        body = {"messages": [asked(TEXT, *make())]}
+    else:
+        body = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url} for url in make()]}]}
+    before = resident()
+    answer = httpx.post(narrow.address + path, json={"model": "small", **body}, timeout=60)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+    assert resident() - before < 64 * 2**20
+    narrow.check_goes_on()
+
+
+def test_many_pictures_within_the_bounds(narrow):
+    """A bound that refuses what people send."""
+    pictures = [drawing(seed) for seed in range(64)]
+    assert narrow.text([asked(TEXT, *pictures)]) == narrow.expected([question(TEXT, *pictures)])
+    assert narrow.text([asked(TEXT, one_bit(8192, 8192))])
+
+
+class Slow(http.server.BaseHTTPRequestHandler):
+    """A picture that never comes to its end."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        while not self.server.done.wait(0.02):
+            self.wfile.write(b"a")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def slow():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    server.done = threading.Event()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/a.png"
+    server.done.set()
+    server.shutdown()
+
+
+def test_requests_in_flight(chat_folder, slow):
+    """Any number of requests in memory; a place that is taken for ever; a server that does not say that it lives."""
+    limits = ImageLimits(max_seconds=3.0)
+    served = Served(chat_folder, "small", limits=limits, requests=RequestBounds(max_requests=2))
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(served.ask, [asked(TEXT, slow)]) for _ in range(2)]
+            assert wait_for(lambda: refused_by(served)), "the third request is answered, or waits"
+            assert json.loads(served.fetch("/health")) == {"status": "ok"}
+            for each in waiting:
+                with pytest.raises(openai.BadRequestError, match="cannot be loaded"):
+                    each.result()
+        served.check_goes_on()
+        many = asked(TEXT, *[slow] * 20)  # all of them have the time of one
+        with pytest.raises(openai.BadRequestError, match="cannot be loaded"):
+            served.ask([many], timeout=20)
+    finally:
+        served.stop()
+
+
+def refused_by(served):
+    """Whether a question is refused since there are too many."""
+    try:
+        served.ask([asked(TEXT)])
+    except openai.RateLimitError as error:
+        assert (
+            "The server has 2 requests already" in error.body["message"] and "--max-requests" in error.body["message"]
+        )
+        return True
+    return False
+
+
+def wait_for(happens, seconds=2.5):
+    until = time.monotonic() + seconds
+    while not (found := happens()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return found
+
+
+def test_a_body_that_does_not_come(served, monkeypatch):
+    """A client that holds a place for as long as it likes."""
+    monkeypatch.setattr(request_limits, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(request_limits, "LINGER", 0.2)
+    url = urlsplit(served.address)
+    with socket.create_connection((url.hostname, url.port), timeout=60) as connection:
+        connection.sendall(f"POST {ASK} HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{{".encode())
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 408 and "within 0.2 seconds" in json.loads(answer.read())["error"]["message"]
+    served.check_goes_on()
+
+
+def test_the_event_loop_stays_free(served, monkeypatch):
+    """Text that is tokenized, or a picture that is resized, while no other client is heard."""
+    begun, done = threading.Event(), threading.Event()
+    apply = served.processor.apply_chat_template
+
+    def held(*arguments, **kwargs):
+        begun.set()
+        assert done.wait(20)
+        return apply(*arguments, **kwargs)
+
+    monkeypatch.setattr(served.processor, "apply_chat_template", held)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(served.text, [asked(TEXT, drawing(1))])
+        assert begun.wait(20)
+        try:
+            assert json.loads(served.fetch("/health")) == {"status": "ok"}
+        finally:
+            done.set()
+        assert answer.result() == served.expected([question(TEXT, drawing(1))])
