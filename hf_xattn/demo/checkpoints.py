@@ -180,6 +180,8 @@ def language_model(source: str | Path, output: str | Path, *, overwrite: bool = 
         raise ValueError(
             f"{target} holds something else than a language model of the demo. Choose another `output`, or remove it."
         )
+    if unfinished.exists() and not (unfinished / MADE_FROM).exists():
+        raise ValueError(f"{unfinished} holds something else. Choose another `output`, or remove it.")
     try:
         text_config_of(name, where)  # before any weights are read
     except OSError as error:
@@ -196,6 +198,8 @@ def language_model(source: str | Path, output: str | Path, *, overwrite: bool = 
         tokenizer.pad_token = tokenizer.eos_token
     model = load_text(name, **where)
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was interrupted
+    unfinished.mkdir(parents=True)
+    (unfinished / MADE_FROM).touch()
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     (unfinished / MADE_FROM).write_text(json.dumps({**made_from, "files": _files(unfinished)}, indent=2) + "\n")

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from ..checkpoints.model_identity import tower_identity
 from ..data.loading import Rows
@@ -33,8 +35,11 @@ from ..utils.whole_folder import replace_file
 from .freezing import body_of
 
 
+logger = logging.get_logger(__name__)
+
 FORMAT = "hf_xattn vision features 1"
 SHARDS = "features-*.safetensors"  # a file that is being written has another name
+HEAD_BYTES = 2**12  # of a safetensors file: they begin with its metadata
 
 
 class Maker(NamedTuple):
@@ -95,6 +100,15 @@ def read_shard(path: Path) -> Shard | None:
     return Shard(maker, digests, len(digests) < len(names))
 
 
+def _is_own(path: Path) -> bool:
+    """Whether a file that cannot be read as a shard was one: it begins as one. A process beside may remove it."""
+    try:
+        with open(path, "rb") as file:
+            return f'"{FORMAT}"'.encode() in file.read(HEAD_BYTES)
+    except FileNotFoundError:
+        return True
+
+
 class VisionFeatures:
     """What a frozen vision tower has returned for the pictures of a data set: a folder of `hf-xattn encode --features`.
 
@@ -136,6 +150,8 @@ class VisionFeatures:
         makers: dict[Maker, Path] = {}
         for path in sorted(self.folder.glob(SHARDS)):
             shard = read_shard(path)
+            if shard is None and not _is_own(path):
+                raise ValueError(f"{path} is no file of `hf-xattn encode --features`. Take it out of the folder.")
             if shard is None:
                 raise ValueError(f"{path} is damaged. Run `hf-xattn encode --features` again, which writes it anew.")
             makers[shard.maker] = path
@@ -260,6 +276,7 @@ def _with_padding_tiles(features: torch.Tensor, mask: torch.Tensor) -> torch.Ten
 
 
 PARTIAL = "rank-{:05d}.partial"  # the file that a process is writing
+PARTIALS = re.compile(r"rank-\d{5,}\.partial")
 SHARD_BYTES = 2**28
 
 
@@ -379,19 +396,22 @@ class _PictureReader:
 
 
 def _known(folder: Path, maker: Maker) -> set[str]:
-    """The pictures whose features a folder holds. Removes damaged files."""
+    """The pictures whose features a folder holds. Removes damaged files of this module, once all files are known."""
     known: set[str] = set()
     if not folder.exists():
         return known
-    others = [path.name for path in folder.iterdir() if not path.match(SHARDS) and not path.match("rank-*.partial")]
-    if others:
-        raise ValueError(
-            f"Expected {folder} to be new, empty, or a folder of vision features, got {sorted(others)[:3]} in it."
-        )
-    for path in sorted(folder.glob(SHARDS)):
-        shard = read_shard(path)
+    damaged = []
+    for path in sorted(folder.iterdir()):
+        if PARTIALS.fullmatch(path.name):
+            continue
+        shard = read_shard(path) if path.match(SHARDS) else None
         if shard is None:
-            path.unlink(missing_ok=True)
+            if not path.match(SHARDS) or not _is_own(path):
+                raise ValueError(
+                    f"Expected {folder} to be new, empty, or a folder of vision features, got {path.name} in it, which "
+                    "`hf-xattn encode --features` has not written. Choose another folder, or remove the file."
+                )
+            damaged.append(path)
             continue
         for field, ours in maker._asdict().items():
             theirs = getattr(shard.maker, field)
@@ -402,6 +422,9 @@ def _known(folder: Path, maker: Maker) -> set[str]:
                     f"{theirs[:12]} instead of {ours[:12]}. Choose a new folder."
                 )
         known.update(shard.digests)
+    for path in damaged:
+        logger.warning(f"{path} is damaged. It is removed, and its pictures are encoded again.")
+        path.unlink(missing_ok=True)
     return known
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -290,14 +291,40 @@ def test_what_killed_processes_have_left(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "mine").write_text("mine")
     (tmp_path / f"{HIDDEN}link").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / f"{HIDDEN}left").mkdir()
-    (tmp_path / f"{HIDDEN}left" / "config.json").write_text("half")
+    with WholeFolder(tmp_path / "other") as fresh:
+        name = fresh.parent.name
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text("half")
     with WholeFolder(tmp_path / "model") as first:
         (first / "config.json").write_text("1")
         with whole_file(tmp_path / "file") as file:
             file.write_text("2")
         assert {path.name for path in tmp_path.glob(f"{HIDDEN}*")} == {first.parent.name, f"{HIDDEN}link"}
     assert (tmp_path / "elsewhere" / "mine").exists() and (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_save_of_another_machine(tmp_path, monkeypatch):
+    """A save that is under way on another machine, whose lock a network file system does not show here; and what such
+    a machine has left for ever.
+    """
+    monkeypatch.setattr("socket.gethostname", lambda: "other")
+    with WholeFolder(tmp_path / "model") as fresh:
+        left = fresh.parent.with_name(f"{fresh.parent.name}x")
+    left.mkdir()
+    (left / "config.json").write_text("half")
+    monkeypatch.undo()
+
+    def save():
+        with whole_file(tmp_path / "file") as file:
+            file.write_text("2")
+        return left.exists()
+
+    assert save()
+    long_ago = time.time() - 3 * 86400
+    os.utime(left, (long_ago, long_ago))
+    assert save(), "a file in it is new"
+    os.utime(left / "config.json", (long_ago, long_ago))
+    assert not save()
 
 
 def test_files(tmp_path):

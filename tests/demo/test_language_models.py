@@ -76,6 +76,10 @@ def test_folder_is_converted_once(tmp_path, monkeypatch):
     (out / "text" / checkpoints.MADE_FROM).write_text('{"digest": "sha')
     with pytest.raises(ValueError, match="holds something else"):
         language_model(file, out)
+    with pytest.raises(ValueError, match="text.unfinished holds something else"):
+        language_model(file, out, overwrite=True)
+    assert (out / "text.unfinished" / "junk").exists()
+    (out / "text.unfinished" / checkpoints.MADE_FROM).touch()  # as a run that was killed has left it
     assert language_model(file, out, overwrite=True) == out / "text"
     assert not converted() and not list((out / "text").glob("junk"))
 

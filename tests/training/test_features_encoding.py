@@ -16,6 +16,7 @@ import warm_processes
 from command_runs import run
 from encoded_features import encode, save_features
 from safetensors import safe_open
+from safetensors.torch import save_file
 from template_models import picture
 from tiny_mllama import make_mllama, make_mllama_processor
 from tiny_models import randomize
@@ -306,6 +307,33 @@ def test_options_of_encode(model, data, tmp_path, capsys):
     assert status == 2 and "must be a folder" in error
     with pytest.raises(SystemExit):
         run(capsys, *image, "--features", data)
+
+
+FOREIGN = {
+    "tensors": lambda path: save_file({"a": torch.ones(2)}, str(path)),
+    "tensors with a format": lambda path: save_file({"a": torch.ones(2)}, str(path), {"format": "pt"}),
+    "a text": lambda path: path.write_text("mine"),
+    "nothing": lambda path: path.touch(),
+}
+
+
+@pytest.mark.parametrize("made", FOREIGN)
+@pytest.mark.parametrize("name", ["features-mine.safetensors", "rank-a.partial"])
+def test_files_of_somebody_else(made, name, model, data, tmp_path, capsys):
+    """A file of another program that goes without a word, since its name is like ours; or ours that go beside it."""
+    folder = tmp_path / "features"
+    assert main(encode(model, data, folder)) == 0
+    own = next(folder.glob(SHARDS))
+    own.write_bytes(own.read_bytes()[:-8])
+    FOREIGN[made](folder / name)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    status, _, error = run(capsys, *encode(model, data, folder))
+    assert status == 2 and f"got {name} in it" in error and str(folder) in error
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    if name.startswith("features"):
+        own.unlink()
+        with pytest.raises(ValueError, match=f"{name} is no file of `hf-xattn encode --features`"):
+            VisionFeatures(folder, load(model))
 
 
 KILLED = """
