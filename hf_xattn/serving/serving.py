@@ -22,8 +22,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from jinja2 import TemplateError
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -47,6 +46,7 @@ from ..processing.chat_templates import check_template
 from ..processing.image_limits import ImageLimits
 from ..utils.tensor_checks import type_name
 from .cut_answers import with_cut_answer, with_cut_stream
+from .request_errors import FAILURE, error_json, told
 from .request_limits import InFlight, RequestLimits
 from .request_pictures import Pictures, RequestBounds
 from .served_requests import (
@@ -64,6 +64,7 @@ from .served_requests import (
     with_instructions,
 )
 from .stop_strings import StopAtText, UntilStop, place_of_stop, stops_of
+from .stream_ends import asks_for_usage, with_end
 
 
 if TYPE_CHECKING:
@@ -156,18 +157,25 @@ class OneModel(ModelManager):
 
 
 class _Worded(BaseHandler):
-    """Tells the client why a request has failed. Transformers' server would answer `Internal Server Error`."""
+    """Tells the client why a request has failed."""
 
     async def handle_request(self, body: dict, request_id: str) -> Any:
         try:
             return await super().handle_request(body, request_id)  # type: ignore[misc]
         except HTTPException:
             raise
-        except (ValueError, TypeError, TemplateError) as error:  # their messages name the wrong argument
-            raise HTTPException(400, f"{type(error).__name__}: {error}") from error
         except Exception as error:
-            logger.exception("A request has failed")
-            raise HTTPException(500, f"{type(error).__name__}: {error}") from error
+            raise HTTPException(*told(error)) from error
+
+
+class _Ended(BaseHandler):
+    """Ends streams as the OpenAI API does."""
+
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        usage = asks_for_usage(body)
+        body = {name: value for name, value in body.items() if name != "stream_options"}
+        answer = await super().handle_request(body, request_id)  # type: ignore[misc]
+        return with_end(answer, usage, error_json) if isinstance(answer, StreamingResponse) else answer
 
 
 class _Bounded(BaseHandler):
@@ -308,7 +316,7 @@ class _Stopping:
         except _GenerationCancelled:
             raise
         except Exception as error:
-            raise RuntimeError(json.dumps(f"{type(error).__name__}: {error}")[1:-1]) from error
+            raise RuntimeError(json.dumps(told(error)[1])[1:-1]) from error
 
 
 class _State(GenerationState):
@@ -322,11 +330,11 @@ class _State(GenerationState):
         return self.manager
 
 
-class _Chat(_Worded, _Bounded, _Checked, _Prepared, ChatCompletionHandler):  # type: ignore[misc]
+class _Chat(_Worded, _Ended, _Bounded, _Checked, _Prepared, ChatCompletionHandler):  # type: ignore[misc]
     pass
 
 
-class _Completion(_Worded, _Bounded, _Prepared, CompletionHandler):  # type: ignore[misc]
+class _Completion(_Worded, _Ended, _Bounded, _Prepared, CompletionHandler):  # type: ignore[misc]
     ignored = IGNORED_COMPLETION_FIELDS
 
 
@@ -411,31 +419,29 @@ def build_app(
         RequestLimits,
         most=most,
         remedy="Send fewer or smaller images, or raise the limit of the server: `hf-xattn serve --max-request-mib`.",
-        error=_error,
+        error=error_json,
     )
     app.add_middleware(  # the outer one: bodies that are read count too
         InFlight,
         most=requests.max_requests,
         remedy="The operator sets another number with `hf-xattn serve --max-requests`.",
-        error=_error,
+        error=error_json,
     )
 
     @app.exception_handler(AnyHTTPException)  # also of the router, for an unknown address
     async def refused(request: Request, error: AnyHTTPException) -> JSONResponse:
-        return JSONResponse(_error(error.status_code, str(error.detail)), error.status_code, error.headers)
+        return JSONResponse(error_json(error.status_code, str(error.detail)), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)  # of an endpoint that is transformers' alone
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(error_json(500, FAILURE), 500)
 
     @app.exception_handler(RequestValidationError)
     async def no_request(request: Request, error: RequestValidationError) -> JSONResponse:
         why = "; ".join(f"{each['msg']} {each.get('ctx', {}).get('error', '')}".strip() for each in error.errors()[:3])
-        return JSONResponse(_error(400, f"Expected the body of the request to be a JSON object: {why[:200]}"), 400)
+        return JSONResponse(error_json(400, f"Expected the body of the request to be a JSON object: {why[:200]}"), 400)
 
     return app
-
-
-def _error(status: int, message: str) -> dict[str, Any]:
-    """An error in the form of the OpenAI API, so that clients find the message."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 def _tokenizer(processor: Any) -> Any:

@@ -384,7 +384,9 @@ def test_stops_are_not_part_of_the_answer(served, path):
         if not stream:
             (choice,) = answer.json()["choices"]
             return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
-        chunks = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+        *lines, end = filter(None, answer.text.splitlines())
+        assert end == "data: [DONE]"
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
         parts = [chunk["choices"][0] for chunk in chunks]
         return "".join((part["text"] if path == COMPLETIONS else part["delta"].get("content")) or "" for part in parts)
 
@@ -413,8 +415,10 @@ def test_generation_ends_at_a_stop(served):
     words = post(served, CHAT, body).json()["choices"][0]["message"]["content"].split()
     for stop in (words[1], f"{words[1]} {words[2]}"):
         done = post(served, CHAT, {**body, "stop": stop}).json()
-        chunks = post(served, CHAT, {**body, "stop": stop, "stream": True}).text.splitlines()
-        for each in (done, json.loads([line for line in chunks if line][-1].removeprefix("data: "))):
+        streamed = {**body, "stop": stop, "stream": True, "stream_options": {"include_usage": True}}
+        *_, last, usage, _ = filter(None, post(served, CHAT, streamed).text.splitlines())
+        last, usage = (json.loads(each.removeprefix("data: ")) for each in (last, usage))
+        for each in (done, {**usage, "choices": last["choices"]}):
             assert each["usage"]["completion_tokens"] < 10 and each["choices"][0]["finish_reason"] == "stop"
     beams = {"messages": [USER], **config(num_beams=3, max_new_tokens=40, do_sample=False)}
     stop = post(served, CHAT, beams).json()["choices"][0]["message"]["content"].split()[1]

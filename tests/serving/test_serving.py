@@ -1,5 +1,7 @@
 """`hf-xattn serve`: a chat about images over HTTP, with the client that people use."""
 
+import json
+import logging
 import os
 import re
 import signal
@@ -158,24 +160,77 @@ def test_another_model_is_refused(served):
     served.check_goes_on()
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
-def test_an_error_of_the_model_has_words(served, monkeypatch, kind):
-    """`Internal Server Error`, and nothing else; a stream that breaks at a quote in the error."""
-    words = 'out of "memory"'
+ERRORS = {
+    "of the client": (ValueError('no "such"\n value'), 400),
+    "of the server": (RuntimeError("out of memory"), 500),
+    "with a path": (ValueError("/home/somebody/model/config.json is no JSON"), 500),
+    "with a path of Windows": (TypeError(r"got 'C:\models\one'"), 500),
+    "of a file": (FileNotFoundError(2, "No such file", "/home/somebody/model"), 500),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_an_error_of_the_model_has_words(served, monkeypatch, caplog, case):
+    """`Internal Server Error`, and nothing else; a stream that breaks at a quote in the error; the inside of the server
+    in the words that a client gets, or nothing in its log.
+    """
+    error, status = ERRORS[case]
 
     def fail(*args, **kwargs):
-        raise kind(words + "\n after all")
+        raise error
 
+    logger = logging.getLogger("hf_xattn.serving.request_errors")
     with monkeypatch.context() as patched:
         patched.setattr(served.model, "generate", fail)
-        with pytest.raises(openai.APIStatusError) as error:
-            served.ask([asked(TEXT)])
-        assert words in error.value.body["message"]
-        assert error.value.status_code == (500 if kind is RuntimeError else 400)
-        with pytest.raises(openai.APIError) as error:
-            list(served.ask([asked(TEXT)], stream=True))
-        assert words in error.value.body
+        patched.setattr(logger, "propagate", True)
+        logger.addHandler(caplog.handler)
+        try:
+            with pytest.raises(openai.APIStatusError) as whole:
+                served.ask([asked(TEXT)])
+            with pytest.raises(openai.APIError) as streamed:
+                list(served.ask([asked(TEXT)], stream=True))
+            with pytest.raises(openai.APIError) as completed:
+                list(served.client.completions.create(model="seeing", prompt="a", max_tokens=3, stream=True))
+            events = list(served.client.responses.create(model="seeing", input="a", stream=True))
+        finally:
+            logger.removeHandler(caplog.handler)
+    assert whole.value.status_code == status
+    words = f"{type(error).__name__}: {error}" if status == 400 else "The server has failed at this request."
+    for each in (whole.value.body["message"], streamed.value.message, completed.value.message):
+        assert each.startswith(words)
+    message = events[-1].response.error.message
+    assert message.startswith(words.partition('"')[0]) and "somebody" not in message
+    assert (str(error) in caplog.text) == (status == 500)
     served.check_goes_on()
+
+
+@pytest.mark.parametrize("usage", [None, False, True])
+def test_streams_end_as_those_of_the_api(served, usage):
+    """A client that waits for the end, or that finds usage where it looks for a choice, or none where it asked."""
+    options = {} if usage is None else {"stream_options": {"include_usage": usage}}
+    body = {"model": "seeing", "messages": [asked(TEXT)], "max_tokens": NEW_TOKENS, "stream": True, **options}
+    for path, fields in (("chat/completions", {}), ("completions", {"messages": None, "prompt": TEXT})):
+        asks = {name: value for name, value in (body | fields).items() if value is not None}
+        *events, end, rest = served.fetch(f"/v1/{path}", asks).split("\n\n")
+        assert end == "data: [DONE]" and rest == ""
+        events = [json.loads(event.removeprefix("data: ")) for event in events]
+        assert [bool(event["choices"]) for event in events] == [True] * (len(events) - bool(usage)) + [False] * bool(
+            usage
+        )
+        assert [bool(event.get("usage")) for event in events] == [not event["choices"] for event in events]
+    whole = served.ask([asked(TEXT)])
+    chunks = list(served.ask([asked(TEXT)], stream=True, **options))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert next(c.choices[0].finish_reason for c in reversed(chunks) if c.choices) == "length"
+    if usage:
+        assert chunks[-1].usage == whole.usage and chunks[-1].usage.completion_tokens == NEW_TOKENS
+
+
+def test_stream_options_that_are_not_known(served):
+    """An option that is dropped without a word."""
+    for options in ({"include": True}, {"include_usage": "yes"}, True):
+        with pytest.raises(openai.BadRequestError, match="Expected `stream_options` to be"):
+            served.ask([asked(TEXT)], stream=True, extra_body={"stream_options": options})
 
 
 def test_large_images(served):
