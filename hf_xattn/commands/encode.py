@@ -7,6 +7,7 @@ the tower, to train connector and blocks.
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
     options = {name: getattr(arguments, name) for name in OF_FEATURES}
     options = {name: OF_FEATURES[name] if value is None else value for name, value in options.items()}
     for name, least in (("batch_size", 1), ("workers", 0), ("shard_size", 1e-6)):
-        if not options[name] >= least:
+        if not least <= options[name] < math.inf:
             raise ValueError(f"`--{name.replace('_', '-')}` must be at least {least:g}, got {options[name]}.")
     output: Path = arguments.output
     if output.is_file():

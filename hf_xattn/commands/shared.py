@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ def hub_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def add_device(parser: argparse.ArgumentParser, default: str = "auto") -> None:
     """Adds the option that `device_of` reads."""
-    told = f"auto (a GPU if there is one), cpu, cuda, cuda:1, ... (default: {default})"
+    told = f"auto (a GPU if there is one), cpu, cuda, cuda:1, mps, xpu, ... (default: {default})"
     parser.add_argument("--device", default=default, help=told)
 
 
@@ -42,7 +43,7 @@ def device_of(name: str) -> Any:  # mypy knows no `to` of a model that takes a n
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     gpus = [] if found is None else [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cpu" if found is None else found.type
     if name not in ("cpu", *gpus, *(gpu.partition(":")[0] for gpu in gpus)):
         built = "" if "cuda" not in name or torch.version.cuda else f" torch {torch.__version__} is built without CUDA."
         raise ValueError(
@@ -87,10 +88,10 @@ def add_number(
 
 
 def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
-    """Raises a `ValueError` for an option below a number."""
+    """Raises a `ValueError` for an option below a number, or that is NaN or infinite."""
     for name in names:
         value = getattr(arguments, name)
-        if value is not None and value < least:
+        if value is not None and not least <= value < math.inf:
             raise ValueError(f"`--{name.replace('_', '-')}` must be at least {least}, got {value}.")
 
 

@@ -67,7 +67,7 @@ class TrainingOptions:
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
             number = getattr(self, name)
-            if number is not None and number < least:
+            if number is not None and not least <= number < math.inf:
                 raise ValueError(f"{option_of(name)} must be at least {least}, got {number}.")
         for name in ("epochs", "learning_rate", "started_rate", "distill_text"):
             number = getattr(self, name)

@@ -1,5 +1,6 @@
 """The command line, called as a person would."""
 
+import argparse
 import io
 import re
 import subprocess
@@ -26,7 +27,8 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from hf_xattn import XAttnProcessor
 from hf_xattn.checkpoints.model_card import is_fresh
-from hf_xattn.commands.main import main
+from hf_xattn.commands.main import _parser, main
+from hf_xattn.commands.shared import device_of
 from hf_xattn.utils.architectures import markdown_table
 
 
@@ -272,6 +274,43 @@ def test_errors_are_one_line(saved, capsys, tmp_path):
     with pytest.raises(SystemExit):
         main(["retrofit", str(text), "--layers", "a,b", "--output", str(tmp_path / "a")])
     assert "integers" in capsys.readouterr().err
+
+
+NUMBERS = {
+    "train": ["train", "MODEL", "--data", "DATA", "--output", "OUT"],
+    "encode": ["encode", "MODEL", "--features", "DATA", "--output", "OUT"],
+    "generate": ["generate", "MODEL", "--prompt", "a"],
+    "chat": ["chat", "MODEL"],
+    "web": ["web", "MODEL"],
+}
+
+
+def float_options():
+    (commands,) = (each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction))
+    for command, parser in commands.choices.items():
+        for action in parser._actions:
+            if action.type is float:
+                yield command, action.option_strings[0]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("command, option", list(float_options()))
+def test_numbers_that_are_none(command, option, value, tmp_path, capsys):
+    """NaN, which is neither above nor below a bound, so that a run fails after it has loaded a model, or learns NaN."""
+    words = {"MODEL": tmp_path / "no model", "DATA": tmp_path / "no data", "OUT": tmp_path / "out"}
+    status, _, error = run(capsys, *(words.get(word, word) for word in NUMBERS[command]), option, value)
+    assert status == 2 and f"`{option}` must be" in error and f"got {value}" in error
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu", "cuda", None])
+def test_the_device_that_is_there(kind, monkeypatch):
+    """A command that computes on the processor beside a GPU that `hf-xattn train` takes."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert device_of("auto") == (kind or "cpu")
+    if kind is not None:
+        assert device_of(kind) == kind and device_of(f"{kind}:0") == f"{kind}:0"
 
 
 def test_what_comes_next(saved, tmp_path, capsys):
