@@ -1,12 +1,13 @@
 """ASGI middleware that refuses requests before an application reads them, for `hf-xattn serve` and `hf-xattn web`.
 
-Gradio would take uploads, which the page does not offer, and has a queue without an end.
+Gradio opens many routes that the page does not use, and has a queue without an end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +107,7 @@ class InFlight:
 
     def __init__(self, app: Any, most: int, remedy: str, error: Callable[[int, str], dict[str, Any]]):
         self.app, self.most, self.error, self.count = app, most, error, 0
-        self.message = f"The server has {most} requests already. Try again in a moment. {remedy}"
+        self.message = f"The server has {most} requests already. Try again in a moment. {remedy}".strip()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         headers = dict(scope.get("headers", ()))
@@ -124,17 +125,26 @@ class InFlight:
             self.count -= 1
 
 
-class NoUploads:
-    """ASGI middleware: refuses Gradio's own uploads, which the page does not use and nobody would delete."""
+class OnlyPaths:
+    """ASGI middleware: refuses (404) what the page does not use. Gradio would also take uploads, run a program on
+    recordings, fetch addresses, and call functions past its queue.
 
-    def __init__(self, app: Any):
-        self.app = app
+    Args:
+        get, post (`re.Pattern`): whole paths that may be read, and that may be sent to.
+    """
+
+    def __init__(self, app: Any, get: re.Pattern[str], post: re.Pattern[str]):
+        self.app, self.allowed = app, {"GET": get, "HEAD": get, "POST": post}
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if _posts(scope, {"upload"}):
-            await refuse(receive, send, 404, {"error": "This page takes no uploads."})
-            return
-        await self.app(scope, receive, send)
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] != "http":  # a web socket
+            await send({"type": "websocket.close", "code": 1008})
+        elif (allowed := self.allowed.get(scope["method"])) and allowed.fullmatch(scope["path"]):
+            await self.app(scope, receive, send)
+        else:
+            await refuse(receive, send, 404, {"error": "The page has nothing at this address."})
 
 
 class BoundedQueue:

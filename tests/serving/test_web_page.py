@@ -23,6 +23,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 pytest.importorskip("gradio", reason="the page needs Gradio: pip install -e '.[web]'")
 pytest.importorskip("gradio_client")
 import httpx
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from gradio_client import Client
 from gradio_client.exceptions import AppError
@@ -32,8 +33,8 @@ from web_server import nobody_answers, served, slow
 from hf_xattn.checkpoints.model_card import write_model_card
 from hf_xattn.commands.main import main
 from hf_xattn.commands.servers import address_of
-from hf_xattn.serving.web import build_page
-from hf_xattn.serving.web.page import MAX_QUEUE, MAX_REQUEST, STATIC
+from hf_xattn.serving.web import build_page, visitors
+from hf_xattn.serving.web.page import MAX_QUEUE, MAX_REQUEST, STATIC, _add_files
 
 
 TEXT = "what is in the picture ?"
@@ -236,9 +237,9 @@ def test_a_queue_has_an_end(long_server, monkeypatch):
 def test_what_a_browser_may_send(server, client):
     """A request that fills the memory of the server; a file that stays on its disk."""
     api = f"{server[0]}/gradio_api"
-    for path in ("upload", "upload/"):
-        answer = httpx.post(f"{api}/{path}", files={"files": ("a.txt", b"text")})
-        assert answer.status_code == 404 and "no uploads" in answer.text
+    for path in ("upload", "upload/", "process_recording", "component_server", "stream/a"):
+        answer = httpx.post(f"{api}/{path}", files={"files": ("a.txt", b"text"), "file": ("a.webm", b"sound")})
+        assert answer.status_code == 404 and "nothing at this address" in answer.text
     body = json.dumps({"data": ["a" * MAX_REQUEST]}).encode()
     json_type = {"content-type": "application/json"}
     answer = httpx.post(f"{api}/run/stop", content=body, headers=json_type)
@@ -249,6 +250,58 @@ def test_what_a_browser_may_send(server, client):
     except httpx.TransportError:
         pass
     assert client.predict(api_name="/visit")
+
+
+def test_only_the_paths_of_the_page(server, client):
+    """A question past the queue, or another route that Gradio opens by itself."""
+    address, name = server[0], client.predict(api_name="/visit")
+    assert client.predict(name, data_url(drawing(1)), "a.png", api_name="/add_picture")
+    assert list(client.submit(name, TEXT, api_name="/ask"))[-1]["done"]
+    for function, values in (("ask", [name, TEXT]), ("look", [name, 0, 0])):
+        for way in ("run", "api", "call/v2", "../run", "run/.."):
+            for path in (f"/gradio_api/{way}/{function}", f"/gradio_api/{way}/{function}/", f"/{way}/{function}"):
+                answer = httpx.post(address + path, json={"data": values})
+                assert answer.status_code == 404, path
+    for path in (
+        "/gradio_api/file=/etc/passwd",
+        "/gradio_api/proxy=http://127.0.0.1",
+        "/monitoring",
+        "/docs",
+        "/openapi.json",
+    ):
+        assert httpx.get(address + path).status_code == 404, path
+    for method in ("PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert httpx.request(method, address).status_code == 404
+    assert httpx.head(address).status_code == 200
+    assert client.predict(name, 0, 0, api_name="/look")["pictures"]
+
+
+def test_a_name_that_is_a_placeholder():
+    """A heading that prints the settings, or parts of them."""
+    title = "{{settings}} {{title}} &"
+    server = FastAPI()
+    _add_files(server, title, {"questions": ["{{title}}"]})
+    page = TestClient(server).get("/").text
+    assert f"<h1>{html.escape(title)}</h1>" in page and page.count("&quot;questions&quot;") == 1
+
+
+def test_one_visitor_with_many_pictures(server, client, monkeypatch):
+    """A conversation that is not counted against the limit of all of them."""
+    monkeypatch.setattr(visitors, "MAX_KEPT", 3 * 32 * 32 * 3)
+    name = client.predict(api_name="/visit")
+
+    def add(seed):
+        return client.predict(name, data_url(drawing(seed)), "a.png", api_name="/add_picture")
+
+    add(0)
+    list(client.submit(name, TEXT, api_name="/ask"))
+    add(1)
+    assert len(add(2)) == 2
+    with pytest.raises(AppError, match="as many pictures as the page keeps"):
+        add(3)
+    client.predict(name, 0, api_name="/remove_picture")
+    assert len(add(3)) == 2
+    assert list(client.submit(name, TEXT, api_name="/ask"))[-1]["done"]
 
 
 def test_addresses_of_hosts():

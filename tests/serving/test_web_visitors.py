@@ -135,9 +135,12 @@ def test_the_oldest_are_forgotten(visitors, monkeypatch):
     names = [visitors.welcome() for _ in range(3)]
     found = [visitors.find(name) for name in names]
     for each in found[:2]:
+        each.add(data_url(drawing(0)), "a.png")
         list(each.ask(TEXT))
+        each.look(0, 0)
     visitors.find(names[0])
     assert found[0].session._cache is not None and found[1].session._cache is None
+    assert found[0]._gaze is not None and found[1]._gaze is None
     visitors.welcome()
     with pytest.raises(ValueError, match="Reload"):
         visitors.find(names[2])  # has only opened the page

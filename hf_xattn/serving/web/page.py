@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import os
+import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from ...configuration_xattn import XAttnConfig
 from ...images.tower import image_size_of
 from ...modeling_xattn import XAttnForConditionalGeneration
 from ...utils.tensor_checks import type_name
-from ..request_limits import BoundedQueue, NoUploads, RequestLimits
+from ..request_limits import BoundedQueue, InFlight, OnlyPaths, RequestLimits
 from .visitors import MAX_BYTES, Look, Visitor, Visitors
 
 
@@ -34,7 +35,14 @@ STATIC = Path(__file__).parent / "static"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 THUMBNAIL = 240  # pixels
 MAX_REQUEST = MAX_BYTES * 4 // 3 + 2**16  # bytes: a picture in base64, and what is around it
+MAX_REQUESTS = 64  # whose bodies are in memory at the same time
 MAX_QUEUE = 32  # questions and looks that wait for the model
+# What the page and Gradio's own client use. Functions that need the model go through the queue (`call`) alone.
+FILES = "|".join(re.escape(file.name) for file in STATIC.iterdir() if file.suffix in (".css", ".js"))
+GET = re.compile(
+    rf"/({FILES}|config/?|gradio_api/(info/?|startup-events|queue/data|heartbeat/[\w-]+|call/(ask|look)/[\w-]+))?"
+)
+POST = re.compile(r"/gradio_api/(run/(visit|add_picture|remove_picture|stop|clear)|call/(ask|look)|queue/join|cancel)")
 # The image processor scales a drawing down. So the canvas has the picture's ratio of width to height, a whole number of
 # pixels for each of the picture, and a pen about 1.5 of these wide: thinner lines fade, thicker ones close the loops of
 # small digits.
@@ -93,10 +101,10 @@ def build_page(
     drawing = None if image_processor is None else drawing_for(model.config, image_processor, canvas, ink, paper)
     server = gradio.Server(title=title, docs_url=None, redoc_url=None)
     server.add_middleware(BoundedQueue, most=MAX_QUEUE, queue=lambda: server.get_blocks()._queue)
-    server.add_middleware(
-        RequestLimits, most=MAX_REQUEST, remedy="Send a smaller picture.", error=lambda _, message: {"error": message}
-    )
-    server.add_middleware(NoUploads)
+    worded: dict[str, Any] = {"error": lambda _, message: {"error": message}}
+    server.add_middleware(RequestLimits, most=MAX_REQUEST, remedy="Send a smaller picture.", **worded)
+    server.add_middleware(InFlight, most=MAX_REQUESTS, remedy="", **worded)
+    server.add_middleware(OnlyPaths, get=GET, post=POST)
     if questions is None:
         questions = example_questions(model.config.name_or_path)
     settings = {"questions": questions, "maxBytes": MAX_BYTES, "drawing": drawing and drawing._asdict()}
@@ -143,8 +151,8 @@ def _add_files(server: Any, title: str, settings: dict[str, Any]) -> None:
     def add(address: str, file: Path) -> None:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".html":
-            text = text.replace("{{title}}", html.escape(title))
-            text = text.replace("{{settings}}", html.escape(json.dumps(settings)))
+            values = {"title": title, "settings": json.dumps(settings)}
+            text = re.sub(r"\{\{(title|settings)\}\}", lambda found: html.escape(values[found[1]]), text)
         headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
 
         @server.get(address, include_in_schema=False)
@@ -177,7 +185,9 @@ def _add_api(server: Any, error_type: Callable[..., Exception], visitors: Visito
         """Returns the pictures that wait, small."""
         found = visitors.find(visitor)
         found.add(picture, name)
-        visitors.make_room(visitor)
+        if not visitors.make_room(visitor):
+            found.remove(len(found.waiting) - 1)
+            raise ValueError("This conversation has as many pictures as the page keeps. Begin a new one.")
         return _waiting(found)
 
     @api(**at_once)

@@ -105,6 +105,7 @@ class Visitor:
     def __init__(self, session: ChatSession):
         self.session = session
         self.waiting: list[Image] = []
+        self._asked: list[Image] = []  # with the question that is being answered
         self._gaze: tuple[Any, Gaze] | None = None  # of the answer that was looked at last
         self._stop: threading.Event | None = None
         self._lock = threading.Lock()
@@ -140,10 +141,10 @@ class Visitor:
 
     @property
     def kept(self) -> int:
-        """Bytes of the pictures that wait, and of those in the conversation."""
+        """Bytes of the pictures that wait, of those that are asked about, and of those in the conversation."""
         contents = [message["content"] for message in self.session.messages if isinstance(message["content"], list)]
         asked = [part["image"] for content in contents for part in content if part["type"] == "image"]
-        return sum(3 * picture.width * picture.height for picture in (*self.waiting, *asked))
+        return sum(3 * picture.width * picture.height for picture in (*self.waiting, *self._asked, *asked))
 
     @property
     def has_begun(self) -> bool:
@@ -170,6 +171,7 @@ class Visitor:
                 raise ValueError("Your last question is still being answered.")
             stop = self._stop = threading.Event()
             session, images, self.waiting = self.session, self.waiting, []
+            self._asked = images
         try:
             yield from session.stream(text.strip(), images, stop)
         except Exception:
@@ -177,7 +179,7 @@ class Visitor:
                 self.waiting = images + self.waiting
             raise
         finally:
-            self._stop = None
+            self._stop, self._asked = None, []
 
     def stop(self) -> None:
         """Ends the answer after the current token."""
@@ -237,17 +239,18 @@ class Visitors:
                 del self._visitors[known]
         return name
 
-    def make_room(self, name: str) -> None:
-        """Forgets others until all kept pictures take at most `MAX_KEPT` bytes."""
+    def make_room(self, name: str) -> bool:
+        """Forgets others until all kept pictures take at most `MAX_KEPT` bytes. Returns whether they do."""
         with self._lock:
             kept = {known: visitor.kept for known, visitor in self._visitors.items()}
             total = sum(kept.values())
             for known in self._idle(name):
                 if total <= MAX_KEPT:
-                    return
+                    break
                 if kept[known]:
                     total -= kept[known]
                     del self._visitors[known]
+            return total <= MAX_KEPT
 
     def _idle(self, name: str) -> list[str]:
         """Names of the visitors that can be forgotten, in this order, except `name`."""
@@ -262,4 +265,5 @@ class Visitors:
             self._visitors.move_to_end(name)
             for visitor in list(self._visitors.values())[:-MAX_CACHES]:
                 visitor.session.drop_cache()
+                visitor._gaze = None
             return self._visitors[name]
