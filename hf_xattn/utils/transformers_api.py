@@ -42,7 +42,7 @@ _TABLE = {
     ("integrations.peft", OLDEST): "_adapter_model_path _hf_peft_config_loaded",
     ("generation.utils", OLDEST): """
         _beam_search _get_candidate_generator _is_stateful _prepare_cache_for_generation
-        _update_model_kwargs_for_generation _validate_model_kwargs""",
+        _prepare_generation_config _update_model_kwargs_for_generation _validate_model_kwargs""",
     ("integrations.accelerate", OLDEST): "_hf_hook",
     ("modeling_layers", OLDEST): "_gradient_checkpointing_func",
     ("processing_utils", OLDEST): "_merge_kwargs",

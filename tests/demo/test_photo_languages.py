@@ -2,17 +2,16 @@
 
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+from checkout import EXAMPLES
+from tiny_stamps import THINGS, make_stamps
 
 from hf_xattn.demo.photographs.pictures import STAMPS
-from hf_xattn.demo.photographs.things import read_table
-from tests.demo.test_photographs import make_stamps
 
 
-PHOTOS = Path(__file__).parents[2] / "examples" / "photos"
-FILES = sorted({file for thing in read_table() for file in (*thing.trained, *thing.others)})
+PHOTOS = EXAMPLES / "photos"
+FILES = sorted({file for thing in THINGS for file in (*thing.trained, *thing.others)})
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def test_a_missing_caption_is_told_before_any_work(make_rows, stamps, tmp_path, 
     """Rows that are written in half, or an answer that is empty."""
     without = tmp_path / "stamps"
     without.symlink_to(stamps)
-    thing = next(thing for thing in read_table() if thing.known)
+    thing = next(thing for thing in THINGS if thing.known)
     file = stamps / STAMPS.folder / f"{thing.trained[0]}.txt"
     kept = file.read_text()
     file.write_text("A picture.\nfr.utf8=L'image.\n")

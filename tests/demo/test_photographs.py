@@ -6,7 +6,6 @@ import json
 import random
 import re
 import shlex
-import zlib
 from importlib.util import find_spec
 
 import pytest
@@ -15,6 +14,7 @@ from chat_models import drawing
 from PIL import Image
 from template_models import CHATML
 from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
+from tiny_stamps import THINGS, make_stamps
 from training_examples import CAPTIONS, write_examples
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, set_seed
 
@@ -27,27 +27,14 @@ from hf_xattn.demo.photographs.pictures import GROUNDS, SIDE, STAMPS, Pictures, 
 from hf_xattn.demo.photographs.questions import NEW_PHRASINGS, PHRASINGS, ask, kinds_for
 from hf_xattn.demo.photographs.rows import asked_rows, train_rows
 from hf_xattn.demo.photographs.sheet import SIZE, chosen, decided_word
-from hf_xattn.demo.photographs.things import read_table
 from hf_xattn.demo.photographs.tower import PACKAGE, make_tower
 from hf_xattn.evaluation.questions import Question
 from hf_xattn.maps.words import words_of
 from hf_xattn.training.run_folder import OPTIONS_FILE
 
 
-THINGS = read_table()
 WORDS = sorted({word for thing in THINGS for word in f"{thing.name} {thing.kind}".split()})
 MORE = "it is the on left right yes no there and one two three four thing things you see do name".split()
-
-
-def make_stamps(folder):
-    """A tiny picture for every file of the table, cut out of its background."""
-    for file in {file for thing in THINGS for file in (*thing.trained, *thing.others)}:
-        path = folder / STAMPS.folder / f"{file}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stamp = Image.new("RGBA", (20, 14))
-        stamp.paste(drawing(zlib.crc32(file.encode()), 12), (4, 1))
-        stamp.save(path)
-    return folder
 
 
 @pytest.fixture(scope="module")

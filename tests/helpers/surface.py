@@ -34,6 +34,7 @@ TRANSFORMERS = {
     "get_encoder",
     "get_input_embeddings",
     "get_output_embeddings",
+    "init_continuous_batching",  # refused, whatever it is given
     "initialize_weights",
     "load_adapter",
     "load_state_dict",

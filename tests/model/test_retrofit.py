@@ -179,7 +179,13 @@ def test_options_reach_the_configuration(folders):
     """An option that ends in `from_pretrained` of the decoder, which blames its own `__init__`."""
     parameters = set(inspect.signature(retrofit).parameters)
     own = {field.name for field in fields(XAttnConfig)} - {field.name for field in fields(PreTrainedConfig)}
-    assert own - parameters == {"text_config", "vision_config", "cross_attention_config", "source_config"}
+    assert own - parameters == {
+        "text_config",
+        "vision_config",
+        "cross_attention_config",
+        "source_config",
+        "additional_vocab_scaled",
+    }
     resampled = retrofit(
         folders / "text",
         folders / "vision",
