@@ -250,7 +250,8 @@ def test_table_of_photographs():
     runs = json.loads((ROOT / "examples" / "photos" / "results.json").read_text())
     assert photos_table.table(runs) in GUIDES["photos"]
     shares = {
-        kind: f"{ways['own'][0] / ways['own'][1]:.0%}".replace("%", " %") for kind, ways in runs["by words"].items()
+        kind: f"{ways['own'][0] / ways['own'][1]:.0%}".replace("%", " %")
+        for kind, ways in runs["and places in values"].items()
     }
     assert f"names {shares['trained photographs: name']} of the things that it was trained on" in README
     assert f"on which side a thing is in {shares['trained photographs: side']}" in README
