@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 import threading
@@ -206,7 +207,12 @@ def _read_image(name: str, processor: Any) -> Image:
     from ..processing.image_reading import read_image
 
     try:
-        return read_image(name if "://" in name else Path(name).expanduser(), "/image")
+        if "://" in name:
+            return read_image(name, "/image")
+        file = Path(name).expanduser()
+        if "\\" in name and not file.exists():  # as terminals paste a name with blanks
+            file = Path(re.sub(r"\\(.)", r"\1", name)).expanduser()
+        return read_image(file, "/image")
     except Exception as error:  # the chat continues after any error of a file or a server
         raise ValueError(str(error)) from error
 

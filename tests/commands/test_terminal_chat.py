@@ -3,7 +3,9 @@
 import io
 import os
 import pty
+import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,6 +201,16 @@ def test_commands(folder, model, processor, monkeypatch, capsys):
     assert out[1].startswith("/image FILE")
     assert out[-2] == "(1 image(s) that waited for a message are removed too)"
     assert out[-1].split() == fresh(model, processor, [picture_message("what is it", 1)], 6).split()
+
+
+def test_a_name_as_terminals_paste_it(folder, tmp_path, model, processor, monkeypatch, capsys):
+    """`my\\ pic.png`, which is taken for a file with a backslash in its name."""
+    given = tmp_path / "my pic (1).png"
+    shutil.copy(folder / "0.png", given)
+    pasted = re.sub(r"([ ()])", r"\\\1", str(given))
+    status, out, _ = say(monkeypatch, capsys, folder, [f"/image {pasted}", "what is it", "/exit"])
+    assert status == 0 and "\\ " in pasted
+    assert out[0].split() == fresh(model, processor, [picture_message("what is it", 0)], 6).split()
 
 
 @pytest.mark.parametrize(
