@@ -8,7 +8,6 @@ import json
 import shutil
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -226,6 +225,7 @@ class Slow(http.server.BaseHTTPRequestHandler):
     """A picture that never comes to its end."""
 
     def do_GET(self):
+        self.server.begun.release()
         self.send_response(200)
         self.end_headers()
         while not self.server.done.wait(0.02):
@@ -238,50 +238,37 @@ class Slow(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def slow():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
-    server.done = threading.Event()
+    server.done, server.begun = threading.Event(), threading.Semaphore(0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/a.png"
+    yield server
     server.done.set()
     server.shutdown()
 
 
 def test_requests_in_flight(chat_folder, slow):
     """Any number of requests in memory; a place that is taken for ever; a server that does not say that it lives."""
+    url = f"http://127.0.0.1:{slow.server_port}/a.png"
     limits = ImageLimits(max_seconds=3.0)
     served = Served(chat_folder, "small", limits=limits, requests=RequestBounds(max_requests=2))
     try:
         with ThreadPoolExecutor(2) as pool:
-            waiting = [pool.submit(served.ask, [asked(TEXT, slow)]) for _ in range(2)]
-            assert wait_for(lambda: refused_by(served)), "the third request is answered, or waits"
+            waiting = [pool.submit(served.ask, [asked(TEXT, url)]) for _ in range(2)]
+            for _ in waiting:  # a question that is asked before both have their places would take one of them
+                assert slow.begun.acquire(timeout=60)
+            with pytest.raises(openai.RateLimitError) as refused:
+                served.ask([asked(TEXT)])
+            message = refused.value.body["message"]
+            assert "The server has 2 requests already" in message and "--max-requests" in message
             assert json.loads(served.fetch("/health")) == {"status": "ok"}
             for each in waiting:
                 with pytest.raises(openai.BadRequestError, match="cannot be loaded"):
                     each.result()
         served.check_goes_on()
-        many = asked(TEXT, *[slow] * 20)  # all of them have the time of one
+        many = asked(TEXT, *[url] * 20)  # all of them have the time of one
         with pytest.raises(openai.BadRequestError, match="cannot be loaded"):
             served.ask([many], timeout=20)
     finally:
         served.stop()
-
-
-def refused_by(served):
-    """Whether a question is refused since there are too many."""
-    try:
-        served.ask([asked(TEXT)])
-    except openai.RateLimitError as error:
-        assert (
-            "The server has 2 requests already" in error.body["message"] and "--max-requests" in error.body["message"]
-        )
-        return True
-    return False
-
-
-def wait_for(happens, seconds=2.5):
-    until = time.monotonic() + seconds
-    while not (found := happens()) and time.monotonic() < until:
-        time.sleep(0.01)
-    return found
 
 
 def test_a_body_that_does_not_come(served, monkeypatch):
