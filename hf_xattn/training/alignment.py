@@ -5,12 +5,13 @@ steps if both are near each other before the first one, and if both are compared
 
 A caption does not say which patch a word belongs to. So the words are regressed first, as numbers: all image tokens of
 a picture have its words, each counted once, without what the pictures have in common. A feature that comes with one
-word more often than with the others is then a sign of that word; what every caption says falls out. Such a regression
-already tells the patches of a picture apart, so the next one gives each word to the patches that are most like it, and
-the rest to none, a few times over: expectation and maximisation, as in Brown et al., "The Mathematics of Statistical
-Machine Translation", 1993 (model 1). A regression finds little of a rare word, even in its own patches, as nothing is
-the safe guess. So each word is made as large as its patches have it. Words become states at the end. The sums of a
-regression take the same memory for any number of pictures.
+word more often than with the others is then a sign of that word; what every caption says falls out, and so do words
+that no picture tells (`told_words.py`). Such a regression already tells the patches of a picture apart, so the next one
+gives each word to the patches that are most like it, and the rest to none, a few times over: expectation and
+maximisation, as in Brown et al., "The Mathematics of Statistical Machine Translation", 1993 (model 1). A regression
+finds little of a rare word, even in its own patches, as nothing is the safe guess. So each word is made as large as its
+patches have it. Words become states at the end. The sums of a regression take the same memory for any number of
+pictures.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .alignment_rows import CannotAlign, Texts
 from .block_start import check_fresh, start_blocks
 from .freezing import body_of
 from .ridge import RidgeSums, with_one
+from .told_words import ToldWords
 from .vision_features import tower_of
 from .word_states import told_apart, word_states
 
@@ -102,14 +104,17 @@ def align_connector(
         texts = Texts(rows, processor)
         if blocks:
             check_fresh(body)
-        states = _states(body, processor, texts)
-        regression = None
         pictures = Pictures(body, processor, rows, batch_size)
-        for _ in range(1 + PASSES):
-            regression = _Pass(solved_layer(body).bias is not None, texts, regression)
+        first = ToldWords(solved_layer(body).bias is not None, texts)
+        for features, words in pictures:
+            first.add(features, words)
+        sums = first.keep()
+        states = _states(body, processor, texts)
+        for _ in range(PASSES):
+            regression = _Pass(texts, sums)
             for features, words in pictures:
                 regression.add(features, words)
-        assert regression is not None
+            sums = regression.sums
         solved, explained = regression.to_states(states)
         if not bool(torch.isfinite(solved).all()):
             raise CannotAlign("Expected `rows` with pictures that differ as their words do, got no such difference.")
@@ -123,30 +128,24 @@ def align_connector(
 class _Pass:
     """A regression from the inputs of the connector's last layer to words, in a pass through all pictures.
 
+    Each word of a picture is given to the image tokens that are most like it.
+
     Args:
-        bias (`bool`): whether the layer has one.
         texts (`Texts`): their words are the outputs.
-        before (`_Pass`, *optional*): the pass before. With it, each word of a picture is given to the image tokens that
-            are most like it; without it, to all of the picture.
+        before (`RidgeSums`): of the pass before.
     """
 
-    def __init__(self, bias: bool, texts: Texts, before: _Pass | None):
-        self.sums: RidgeSums = RidgeSums(bias, None if before is None else before.sums)
+    def __init__(self, texts: Texts, before: RidgeSums):
+        self.sums: RidgeSums = RidgeSums(before.bias, before)
         self.squares = 0.0  # of what tokens are given
         self._given = torch.zeros(len(texts.words), dtype=torch.float64)  # of each word, to all tokens
         self._squares: Any = 0.0  # (inputs, inputs), of tokens as often as they are given words
         self._places = {word: place for place, word in enumerate(texts.words)}
-        self._shares = torch.tensor([texts.shares[word] for word in texts.words])
-        self._found = None if before is None else before.sums.solve().float()
+        self._found = before.solve().float()
 
     def add(self, features: torch.Tensor, words: set[str]) -> None:
         """Adds the image tokens `(tokens, inputs)` of a picture, and the words of its text."""
         own = torch.tensor([self._places[word] for word in words if word in self._places], dtype=torch.long)
-        if self._found is None:
-            target = -self._shares
-            target[own] += 1
-            self.sums.add(features, target.to(features.device))
-            return
         inputs = with_one(features) if self.sums.bias else features
         like = inputs @ self._found[:, own.to(features.device)]
         given = (like / like.amax(0).clamp(min=1e-9)).clamp(0, 1) ** SHARPER

@@ -46,6 +46,13 @@ class RidgeSums:
             self.squares = self.squares + inputs.T @ inputs
         return inputs
 
+    def plus(self, other: RidgeSums) -> RidgeSums:
+        """The sums of the examples of both."""
+        both = RidgeSums(self.bias)
+        both.count = self.count + other.count
+        both.squares, both.products = self.squares + other.squares, self.products + other.products
+        return both
+
     def solve(self) -> torch.Tensor:
         """`(inputs, outputs)`, in float64; the last row is the bias."""
         penalty = PENALTY * torch.eye(len(self.squares), dtype=torch.float64, device=self.squares.device)

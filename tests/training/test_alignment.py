@@ -1,6 +1,7 @@
 """`align_connector`: a connector that starts where the words of captions are."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import own_parts
@@ -18,8 +19,10 @@ from transformers import (
 
 from hf_xattn import XAttnProcessor, align_connector, retrofit
 from hf_xattn.images.grid_code import GridCode
+from hf_xattn.training.alignment_rows import CannotAlign
 from hf_xattn.training.block_start import KEY_PLACES, PLACES, VALUES
-from hf_xattn.training.ridge import RidgeSums
+from hf_xattn.training.ridge import RidgeSums, ridge
+from hf_xattn.training.told_words import ToldWords
 from hf_xattn.training.word_states import told_apart, word_states
 from hf_xattn.utils.transformers_api import AutoImageProcessor
 
@@ -417,3 +420,46 @@ def test_keys_and_values_tell_places(folder):
         assert keys(words).unflatten(-1, (heads, width))[..., -count:].abs().max() < 1e-3 < keys(words).abs().max()
         queries = block.attn.q_proj.weight.unflatten(0, (-1, width))
         assert not bool(queries[:, -count:].any()) and bool(queries[:, :-count].any())
+
+
+def test_words_that_no_picture_tells_are_left_out(folder):
+    """Image tokens at the states of `the` and `square`, with which answers begin by chance."""
+    model, processor = fresh(folder)
+    rows, _ = halves(model.config.vision_config.image_size, 240)
+    coins = np.random.default_rng(1).random(len(rows)) < 0.5
+    for row, coin in zip(rows, coins):
+        row["messages"][1]["content"] = f"{'the' if coin else 'square'} {row['messages'][1]['content']}"
+    found = align_connector(model, processor, rows, blocks=False)
+    assert (found.pictures, found.words) == (240, len(COLOURS))
+    few = align_connector(fresh(folder)[0], processor, rows[:60], blocks=False)
+    assert few.words == len(COLOURS) + 2  # in 60 pictures chance tells too little of a word
+    with pytest.raises(ValueError, match="240 pictures that tell 0 of 2 words"):
+        blind = [caption(Image.new("RGB", (32, 32)), "the" if coin else "square") for coin in coins]
+        align_connector(fresh(folder)[0], processor, blind, blocks=False)
+
+
+def test_what_the_other_half_finds():
+    """A correlation with pictures that were fitted, which every word has; halves or words that are confused."""
+    rng = np.random.default_rng(0)
+    shown = rng.random((300, 3)) < [0.3, 0.5, 0.5]
+    tokens = rng.normal(size=(300, 4, 40)) + 2.0 * shown[:, None, :1]  # of the first word alone
+    said = [{word for word, there in zip("abc", row) if there} for row in shown]
+    shares = dict(zip("abc", shown.mean(0)))
+    texts = SimpleNamespace(words=list("abc"), shares=shares)
+    told = ToldWords(True, texts)
+    for own, words in zip(tokens, said):
+        told.add(torch.tensor(own, dtype=torch.float32), words)
+    targets = shown - shown.mean(0)
+    expected = np.zeros(3)
+    for half in (0, 1):
+        weight, bias = ridge(
+            torch.tensor(tokens[half::2].reshape(-1, 40)), torch.tensor(np.repeat(targets[half::2], 4, axis=0))
+        )
+        there = tokens[1 - half :: 2].mean(1) @ weight.double().T.numpy() + bias.numpy()
+        wanted = targets[1 - half :: 2]
+        both = (there * wanted).sum(0).clip(0)
+        expected += both**2 / ((there**2).sum(0) * (wanted**2).sum(0)) / 2
+    assert expected[0] > 0.5 > 0.04 > expected[1:].max()
+    torch.testing.assert_close(told.told(), torch.tensor(expected), rtol=1e-3, atol=1e-5)
+    with pytest.raises(CannotAlign, match="tell 1 of 3 words"):
+        told.keep()
