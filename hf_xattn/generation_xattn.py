@@ -221,9 +221,10 @@ class XAttnGenerationMixin:
         sees = isinstance(request, _ImagesOfGenerate) and not request.inputs.is_empty
         sees = sees or (isinstance(cache, XAttnCache) and cache.cross_attention_cache.rows > 0)
         if sees:
-            text_inputs.check_options(
-                config, self.config.image_token_id, model_kwargs.get("attention_mask") is not None
-            )
+            masked = model_kwargs.get("attention_mask") is not None
+            text_inputs.check_options(config, self.config.image_token_id, masked)
+        if config.suppress_tokens == [None]:  # TRL's name for the marker of a model without markers
+            config.suppress_tokens = None
         return config, model_kwargs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:

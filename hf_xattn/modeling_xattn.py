@@ -32,7 +32,7 @@ from .decoders.vocabulary import extend_vocabulary
 from .generation_xattn import XAttnGenerationMixin
 from .images.connector import XAttnConnector, new_connector
 from .images.conversation import PreparedImages, given_images
-from .images.image_inputs import NO_IMAGES, ImageInputs
+from .images.image_inputs import NO_IMAGES, ImageInputs, refuse_lost_mask
 from .images.tower import check_tower_class
 from .images.vision import build_tower, is_tiled
 from .images_xattn import XAttnDelegationMixin, XAttnImagesMixin
@@ -275,6 +275,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         """
         if kwargs:
             self._interface.check_keywords(self.forward, kwargs, body=True)
+        if pixel_values is not None and image_mask is None and image_rows is None:
+            refuse_lost_mask(pixel_values)
         images = given_images(
             self.config,
             image_inputs,

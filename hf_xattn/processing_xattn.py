@@ -197,7 +197,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
                 tokenizer's, else `chat_templates.DEFAULT_CHAT_TEMPLATE`.
             tools, documents, add_generation_prompt, continue_final_message, return_assistant_tokens_mask, tokenize,
                 return_dict: as in transformers.
-            return_tensors (`str`, *optional*): as in a call of the processor; `"auto"` is its default, `"pt"`.
+            return_tensors (`str`, *optional*): as in a call of the processor. `"auto"` means `"pt"` for one chat, and
+                None for a list of chats, as in transformers: lists of ids without padding, unless `padding` is given.
             load_audio_from_video (`bool`): has no effect: the processor reads no sound.
             processor_kwargs (`dict`, *optional*): arguments for the call of the processor. By default it adds no
                 special tokens (`add_special_tokens`), and pads a batch on the left with `add_generation_prompt` or
@@ -258,6 +259,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             return prompts if batched else prompts[0]
         if return_tensors != "auto":
             call["return_tensors"] = return_tensors
+        elif batched:  # as transformers' own processors: unpadded lists
+            call.setdefault("return_tensors", None)
         said = answers if return_assistant_tokens_mask else None
         left = bool(add_generation_prompt or continue_final_message)
         made = self._encoded_chats(prompts, [chat.images for chat in chats], call, said, left)

@@ -63,7 +63,9 @@ def answers(model: XAttnForConditionalGeneration, processor: XAttnProcessor) -> 
         [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]}]
         for picture in drawings().values()
     ]
-    inputs = processor.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)
+    inputs = processor.apply_chat_template(
+        chats, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
     tokens = model.eval().generate(**inputs, max_new_tokens=4, do_sample=False)
     return processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 

@@ -257,6 +257,20 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         model.config.name_or_path = model.name_or_path = adapter.name
         return (model, info) if info_wanted else model
 
+    def add_model_tags(self, tags: list[str] | str) -> None:
+        """`PreTrainedModel.add_model_tags`, which all trainers of TRL call before they train.
+
+        Raises a `ValueError` for the tag `"trl"` if the head has a second matrix, for the tokens of
+        `additional_vocab_size`: TRL computes probabilities from `lm_head.weight`, in which these tokens are missing.
+        """
+        if self.config.additional_vocab_in_head and "trl" in ([tags] if isinstance(tags, str) else tags):
+            raise ValueError(
+                "Expected a model with `additional_vocab_in_head=False` in a trainer of TRL, got "
+                f"{self.config.additional_vocab_size} tokens behind the vocabulary that the model can generate. TRL "
+                "computes probabilities from `lm_head.weight`, in which these tokens are missing. Use `Trainer`."
+            )
+        super().add_model_tags(tags)
+
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         """`PreTrainedModel.resize_token_embeddings`. Raises a `ValueError` for an `additional_vocab_size`."""
         if self.config.additional_vocab_size:

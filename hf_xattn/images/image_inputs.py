@@ -324,6 +324,20 @@ def _check_image_mask(mask: torch.Tensor, images: torch.Tensor | None) -> None:
         raise ValueError(f"Expected `image_mask` of shape {expected}, got {tuple(mask.shape)}.")
 
 
+def refuse_lost_mask(pixel_values: torch.Tensor) -> None:
+    """Raises a `ValueError` for an image of zeros alone, which is padding whose `image_mask` did not come with it."""
+    if not has_values(pixel_values) or pixel_values.dim() < 5:
+        return
+    padding = ~pixel_values.flatten(2).any(dim=-1)
+    if bool(padding.any()):
+        row, image = padding.nonzero()[0].tolist()
+        raise ValueError(
+            f"Expected `image_mask` beside padding, got none, and image {image} of row {row} in `pixel_values` holds "
+            "only zeros. TRL's GRPO and RLOO pass no `image_mask`: give all their rows the same number of pictures. "
+            "If this image is real, pass an `image_mask` that says so."
+        )
+
+
 def _checked_masks(
     mask: torch.Tensor | None, by_image: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, str]:

@@ -55,7 +55,9 @@ def test_image_tokens_stand_where_the_picture_does(folder):
     losses, labels = [], 0
     for row in chosen:
         text = design.chats.processor.apply_chat_template(row["messages"], tokenize=False)
-        inputs = design.chats.apply_chat_template([row["messages"]], tokenize=True, return_dict=True)
+        inputs = design.chats.apply_chat_template(
+            [row["messages"]], tokenize=True, return_dict=True, return_tensors="pt"
+        )
         own = design.batch([row])
         assert torch.equal(own["input_ids"], inputs["input_ids"])
         assert (inputs["input_ids"] == design.model.config.image_token_id).sum() == 196 * text.count(IMAGE_TOKEN)
@@ -144,7 +146,9 @@ def test_lora_is_used_as_one_uses_it(folder):
     rows = load_rows(folder / "chats")
     design = Design(LORA, folder / "fresh", Design(BLOCKS, folder / "fresh").parameters)
     Course(rows, 4, 0).train(design, 2, 1e-2)
-    inputs = design.chats.apply_chat_template([rows[0]["messages"][:-1]], tokenize=True, return_dict=True)
+    inputs = design.chats.apply_chat_template(
+        [rows[0]["messages"][:-1]], tokenize=True, return_dict=True, return_tensors="pt"
+    )
     with torch.no_grad():
         before = design.model.eval()(**inputs).logits
         design.ready()

@@ -68,7 +68,7 @@ def test_inputs_are_those_of_llavas_own_processor(parts):
         for picture, text in zip(pictures, ("Hello hello?", "Hi!"))
     ]
     found = LlavaChats(processor, IMAGE_TOKENS).apply_chat_template(
-        chats, tokenize=True, return_dict=True, add_generation_prompt=True
+        chats, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
     )
     theirs = LlavaProcessor(processor.image_processor, processor.tokenizer, 10, "full", num_additional_image_tokens=1)
     texts = processor.apply_chat_template(chats, add_generation_prompt=True)

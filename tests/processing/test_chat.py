@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from chat_templates import LOOP, SEEING, TALK, TEXT_TEMPLATES, image, make_picture, make_processor, text
-from transformers import AutoProcessor, ByT5Tokenizer
+from transformers import AutoProcessor, ByT5Tokenizer, LlavaProcessor
 
 from hf_xattn import XAttnProcessor
 from hf_xattn.utils.transformers_api import has
@@ -181,13 +181,7 @@ def test_assistant_masks():
         ]
         assert said == ["a dog and a cat . [EOS]", "a cat [EOS]"]
         assert "offset_mapping" not in made
-        by_default = processor.apply_chat_template(
-            chats, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        assert torch.equal(by_default["assistant_masks"], made["assistant_masks"])
-        lists = processor.apply_chat_template(
-            chats, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, return_tensors=None
-        )
+        lists = processor.apply_chat_template(chats, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         assert [sum(mask) for mask in lists["assistant_masks"]] == made["assistant_masks"].sum(-1).tolist()
         assert [len(mask) for mask in lists["assistant_masks"]] == [len(ids) for ids in lists["input_ids"]]
 
@@ -263,6 +257,35 @@ def test_return_tensors():
     assert [len(row) for row in lists["input_ids"]] == [
         processor.apply_chat_template(chat, tokenize=True).shape[1] for chat in chats
     ]
+    seen = processor.apply_chat_template([[TALK[1]], TALK], **options)
+    assert seen["image_mask"].tolist() == [[True, True, False], [True] * 3]
+    assert [len(row) for row in seen["attention_mask"]] == [len(row) for row in seen["input_ids"]]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"padding": True},
+        {"padding": "max_length", "max_length": 12},
+        {"padding": True, "return_tensors": "pt"},
+        {"padding": True, "return_tensors": "np"},
+        {"processor_kwargs": {"padding": True}},
+        {"processor_kwargs": {"padding": True, "return_tensors": "pt"}},
+    ],
+)
+def test_several_chats_give_what_transformers_gives(count, options):
+    """Padding that a caller takes for a part of the prompts, or tensors in place of lists."""
+    processor = make_processor(LOOP + "{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}")
+    parts = {"image_processor": processor.image_processor, "tokenizer": processor.tokenizer}
+    theirs = LlavaProcessor(**parts, chat_template=processor.chat_template, image_token="[UNK]")
+    chats = [[{"role": "user", "content": [text(words)]}] for words in ("what is a dog ?", "a")][:count]
+    options = {"tokenize": True, "return_dict": True, **options}
+    made, expected = (each.apply_chat_template(chats, **options) for each in (processor, theirs))
+    assert str(dict(made)) == str(dict(expected))
+    ids = processor.apply_chat_template(chats, **{**options, "return_dict": False})
+    assert str(ids) == str(expected["input_ids"])
 
 
 def test_unknown_keys_of_parts_are_named():

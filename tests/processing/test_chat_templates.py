@@ -76,9 +76,8 @@ def test_batches_of_chats(style):
         if "pixel_values" in alone:
             count = alone["pixel_values"].shape[1]
             assert torch.equal(made["pixel_values"][row, :count], alone["pixel_values"][0])
-    assert processor.apply_chat_template(chats, tokenize=True).shape == made["input_ids"].shape[:1] + (
-        made["input_ids"].shape[1] - 1,
-    )
+    shape = processor.apply_chat_template(chats, tokenize=True, return_tensors="pt").shape
+    assert shape == (3, made["input_ids"].shape[1] - 1)
 
 
 def test_a_batch_to_go_on_with_is_padded_on_the_left():
@@ -88,7 +87,8 @@ def test_a_batch_to_go_on_with_is_padded_on_the_left():
     chats = [TALK[:2], [{"role": "user", "content": "what ?"}]]
 
     def last_is_real(**options):
-        made = processor.apply_chat_template(chats, tokenize=True, return_dict=True, **options)
+        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", **options}
+        made = processor.apply_chat_template(chats, **options)
         return bool(made["attention_mask"][1, -1])
 
     assert last_is_real(add_generation_prompt=True)
