@@ -275,8 +275,6 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         """
         if kwargs:
             self._interface.check_keywords(self.forward, kwargs, body=True)
-        if pixel_values is not None and image_mask is None and image_rows is None:
-            refuse_lost_mask(pixel_values)
         images = given_images(
             self.config,
             image_inputs,
@@ -290,6 +288,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             image_rows=image_rows,
             vision_features=vision_features,
         )
+        if use_cache is False and pixel_values is not None and image_mask is None and image_rows is None:
+            refuse_lost_mask(pixel_values)  # TRL computes the log-probabilities from what is returned here
         outputs, new_cache, cross_attentions = self._run(
             headless(self.text_model),
             {

@@ -24,6 +24,7 @@ KINDS = ("none", "type", "rank", "size", "dtype", "device")
 
 # Transformers' own methods with its own arguments, and parts of the model.
 TRANSFORMERS = {
+    "add_model_tags",
     "barrier_after_gathered_checkpoint_save",
     "create_masks_for_generate",
     "disable_input_require_grads",

@@ -211,7 +211,7 @@ def test_a_real_image_of_zeros():
     """A black picture that is always taken for padding."""
     model = make_model()
     pixels = torch.zeros(1, 2, 3, 32, 32)
-    given = {"input_ids": torch.tensor([[5, 6]]), "pixel_values": pixels}
+    given = {"input_ids": torch.tensor([[5, 6]]), "pixel_values": pixels, "use_cache": False}
     with pytest.raises(ValueError, match="image 0 of row 0 in `pixel_values` holds only zeros.*If this image is real"):
         model.model(**given)
     model.model(**given, image_mask=torch.ones(1, 2, dtype=torch.bool))
