@@ -25,7 +25,7 @@ from .decoders.derived import original_class
 from .decoders.quantization import return_quantizer
 from .decoders.text_half import text_half
 from .images.grid_code import is_square
-from .images.vision import Measured, measured_features
+from .images.measure import Measured, measured, measured_features
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .utils.architectures import text_num_hidden_layers
 from .utils.architectures import vision_hidden_size as width_of
@@ -116,11 +116,13 @@ def retrofit(
     if cross_attention_layers is None:
         cross_attention_layers = every_nth_layer(every, text_num_hidden_layers(text_config))
     vision_config = None if vision is None else vision_config_of(vision, of_vision)
-    measured = None if vision_config is None else measured_features(vision_config)
+    found = None if vision_config is None else measured_features(vision_config)
+    if found is None and isinstance(vision, PreTrainedModel):
+        found = measured(vision)
     if vision_config is not None and vision_hidden_size is None:
-        vision_hidden_size = _unsaid_width(vision_config, measured)
+        vision_hidden_size = _unsaid_width(vision_config, found)
     if connector_type is None:
-        tokens = None if measured is None or perceiver_config is not None else measured.tokens
+        tokens = None if found is None or perceiver_config is not None else found.tokens
         dropped = vision_feature_select_strategy == "default"
         connector_type = "mlp_2d" if tokens is not None and is_square(tokens - dropped) else "mlp"
     if vision_config is not None and connector_type in ("identity", "perceiver"):
@@ -151,6 +153,8 @@ def retrofit(
     tower: Any = vision
     if vision is not None and not isinstance(vision, PreTrainedModel):
         tower = _load_tower(vision, text, of_vision)
+        if found is None and vision_hidden_size is None:
+            options["vision_hidden_size"] = _unsaid_width(tower.config, measured(tower))
     with recorded(text):
         note_base(text.config, text_source, load_kwargs)
         if vision is not None:
@@ -231,13 +235,13 @@ def _warn_of_start(config: CrossAttentionConfig) -> None:
         )
 
 
-def _unsaid_width(vision_config: PreTrainedConfig, measured: Measured | None) -> int | None:
+def _unsaid_width(vision_config: PreTrainedConfig, found: Measured | None) -> int | None:
     """The width of a tower's features, where its configuration does not say it, or says another one."""
     try:
         said = width_of(vision_config)
     except ValueError:
         said = None
-    return None if measured is None or measured.width == said else measured.width
+    return None if found is None or found.width == said else found.width
 
 
 def _with_context_size(cross_attention: Any, context_size: int) -> Any:

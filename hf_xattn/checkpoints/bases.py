@@ -19,13 +19,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..decoders.insertion import check_kind
 from ..decoders.text_half import composite_class, is_composite, text_half, text_half_config
-from ..images.tower import check_tower_class, check_tower_config
+from ..images.tower import check_comes_back, check_tower_class, check_tower_config
 from ..utils.architectures import TILED_VISION_TYPES, architecture
 from ..utils.checkpoint_files import both_readings, check_source, refuse_pickled
 from ..utils.config_checks import is_quantized
 from ..utils.first_values import incomplete
 from ..utils.keywords import CONFIG_KEYWORDS, LOAD_KEYWORDS, given, refuse_unknown
 from ..utils.tensor_checks import type_name
+from ..utils.towers import own_class
 from ..utils.transformers_api import resolve_revision
 from .folders import check_config_file, check_folder, check_size, refuse_pickles
 from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
@@ -57,11 +58,7 @@ def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
     if load_kwargs.get("gguf_file") is not None:
         raise ValueError("`gguf_file` is for text models, not for vision models.")
     config = vision_config_of(vision, load_kwargs)
-    tower_class: Any = AutoModel
-    if config.model_type in TILED_VISION_TYPES:
-        from transformers import MllamaVisionModel
-
-        tower_class = MllamaVisionModel  # not registered with AutoModel
+    tower_class: Any = own_class(config) or AutoModel
     tower, lost = _load("vision", tower_class, vision, load_kwargs, config)
     # Checkpoints of a classifier have no pooler, and its output is not used. Zeros are equal at each load.
     pooler = [name for name in lost if "pooler" in name.split(".")]
@@ -214,6 +211,7 @@ def vision_config_of(
             )
         if config.model_type not in TILED_VISION_TYPES:
             check_tower_class("vision", type(vision))
+        check_comes_back("vision", vision)
         return config
     if not isinstance(vision, (str, Path)):
         raise TypeError(

@@ -121,17 +121,25 @@ def register_inspect(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("model", metavar="DIR", nargs="?", help="a retrofitted model: a folder or a Hub id")
     architectures = "print which decoders are supported, and why others are not"
     parser.add_argument("--architectures", action="store_true", help=architectures)
+    towers = "print which vision models can be the tower, and why others cannot"
+    parser.add_argument("--towers", action="store_true", help=towers)
     add_trust(parser)
     parser.set_defaults(run=run_inspect)
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
-    if arguments.architectures == (arguments.model is not None):
-        got = "both" if arguments.architectures else "neither"
-        raise ValueError(f"Expected either a model (DIR) or --architectures, got {got}.")
+    asked = {"DIR": arguments.model, "--architectures": arguments.architectures, "--towers": arguments.towers}
+    got = [name for name, value in asked.items() if value]
+    if len(got) != 1:
+        came = " and ".join(got) or "none of them"
+        raise ValueError(f"Expected one of a model (DIR), --architectures and --towers, got {came}.")
     if arguments.architectures:
         from ..utils.architectures import markdown_table
 
         print(markdown_table())
+    elif arguments.towers:
+        from ..images.tower_table import markdown_table as table_of_towers
+
+        print(table_of_towers())
     else:
         print_report(load_shapes(arguments.model, **hub_options(arguments)))

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from ..utils import memoized
 from ..utils.architectures import TILED_VISION_TYPES
 from ..utils.distributed import has_units
+from ..utils.towers import REFUSED, TEXT_IS_OPTIONAL, class_of
 
 
 # The flag of transformers' towers that resize their learned position embeddings only where they are asked to.
@@ -38,13 +37,7 @@ def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
             f"Expected `{name}` to be a vision model, which takes `pixel_values`, got a {tower_class.__name__}, which "
             "does not."
         )
-    needed = [
-        parameter.name
-        for parameter in parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        and parameter.name not in ("self", "pixel_values")
-    ]
+    needed = needed_with_pixels(tower_class)
     if needed:
         raise ValueError(
             f"Expected `{name}` to be a vision model that takes `pixel_values` alone, got a {tower_class.__name__}, "
@@ -54,6 +47,26 @@ def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
     if outputs and not any("last_hidden_state" in fields for fields in outputs.values()):
         fields = sorted(set().union(*outputs.values()))
         raise ValueError(f"Expected `{name}` to be {no_hidden_state(tower_class)} {fields}. {PASS_ITS_BASE}")
+    model_type = getattr(tower_class.config_class, "model_type", None)
+    reason = REFUSED.get(str(model_type))
+    if reason is None and next(iter([*parameters][1:]), None) == "input_ids" and model_type not in TEXT_IS_OPTIONAL:
+        reason = f"it reads text, too. {PASS_ITS_BASE[:-1]}"
+    if reason is not None:
+        raise ValueError(
+            f"Expected `{name}` to be a vision model that gives each picture features of its own, got a "
+            f"{tower_class.__name__}, which cannot be a tower: {reason}."
+        )
+
+
+def needed_with_pixels(tower_class: type[PreTrainedModel]) -> list[str]:
+    """Arguments without which the `forward` of a vision model cannot be called, besides `pixel_values`."""
+    return [
+        parameter.name
+        for parameter in inspect.signature(tower_class.forward).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.name not in ("self", "pixel_values")
+    ]
 
 
 def no_hidden_state(tower_class: type) -> str:
@@ -83,10 +96,19 @@ def takes_keyword(tower_class: type[PreTrainedModel], name: str) -> bool:
 
 def check_tower_config(name: str, config: PreTrainedConfig) -> None:
     """[`check_tower_class`] before a weight is read. A configuration without a class in transformers is not checked."""
-    if config.model_type not in TILED_VISION_TYPES and type(config) in MODEL_MAPPING:
-        tower_class: Any = MODEL_MAPPING[type(config)]
-        if isinstance(tower_class, type):
-            check_tower_class(name, tower_class)
+    tower_class = None if config.model_type in TILED_VISION_TYPES else class_of(config)
+    if tower_class is not None:
+        check_tower_class(name, tower_class)
+
+
+def check_comes_back(name: str, tower: PreTrainedModel) -> None:
+    """Raises a `ValueError` for a tower that a saved model would come back without: as one of another class."""
+    built = class_of(tower.config)
+    if built is not None and not isinstance(tower, built) and not tower.is_remote_code():
+        raise ValueError(
+            f"Expected `{name}` to be a {built.__name__}, which is built for a {type(tower.config).__name__} when a "
+            f"saved model is loaded, got a {type(tower).__name__}. {PASS_ITS_BASE}"
+        )
 
 
 def check_not_trained(tower: PreTrainedModel) -> None:

@@ -20,10 +20,15 @@ from transformers.utils import ModelOutput
 from ..utils.architectures import TILED_VISION_TYPES, layers_width
 from ..utils.custom_code import build_part
 from ..utils.tensor_checks import check_floating, check_integers, has_values, type_name
+from ..utils.towers import CHANNELS_LAST, ONE_ROW, own_class
 from .tower import PASS_ITS_BASE, check_tower_config, image_size_of, no_hidden_state, only_image_size, takes_keyword
 
 
 UNSIZED = 224  # pixels of a side of a blank image, where the configuration says no size
+
+
+class UnusableOutput(ValueError):
+    """A vision model returns nothing that could be features of each picture."""
 
 
 class Tiles(NamedTuple):
@@ -40,43 +45,8 @@ class Tiles(NamedTuple):
 def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
     """Builds a vision tower with random weights. Raises a `ValueError` for a model that is not a vision tower."""
     check_tower_config("vision_config", config)
-    if config.model_type in TILED_VISION_TYPES:
-        from transformers import MllamaVisionModel
-
-        return MllamaVisionModel._from_config(config)  # not registered with AutoModel
-    return build_part(AutoModel, config)
-
-
-class Measured(NamedTuple):
-    """What a tower gives an image.
-
-    Attributes:
-        width (`int`): of the features.
-        tokens (`int`, *optional*): their number, if the image is a square and a map of features too.
-    """
-
-    width: int
-    tokens: int | None
-
-
-def measured_features(config: PreTrainedConfig) -> Measured | None:
-    """Returns what a tower with this configuration gives a blank image of its size.
-
-    The tower has no weights: it runs on the meta device. Returns None for a tower that does not run there, or of tiles.
-    """
-    if is_tiled(config):
-        return None
-    try:
-        with torch.device("meta"):
-            tower = build_tower(config).eval()
-            pixels, _ = blank_image(config, torch.device("meta"), tower.dtype)
-            shape = run_tower(tower, pixels, None).last_hidden_state.shape  # type: ignore[union-attr]
-    except Exception:  # code of a tower that reads values, such as those of a mask
-        return None
-    square = pixels.shape[-1] == pixels.shape[-2]
-    if len(shape) == 4:
-        return Measured(shape[1], shape[2] * shape[3] if square and shape[2] == shape[3] else None)
-    return Measured(shape[-1], shape[-2] if square else None)
+    own = own_class(config)
+    return build_part(AutoModel, config) if own is None else own._from_config(config)
 
 
 def is_tiled(config: PreTrainedConfig) -> bool:
@@ -197,7 +167,10 @@ def run_tower(
     layers: int | list[int] | None = None,
     **returns: bool | None,
 ) -> BaseModelOutput:
-    """Runs a tower on `(R, num_images, ...)` pixels. The output of towers without tiles has `R * num_images` rows.
+    """Runs a tower on `(R, num_images, ...)` pixels.
+
+    The `last_hidden_state` of towers without tiles has `R * num_images` rows, and the channels of a map of features on
+    axis 1, also where the tower's own does not.
 
     Args:
         layers (`int` or `list[int]`, *optional*): `vision_feature_layer`, see [`XAttnConfig`]: the output has their
@@ -205,7 +178,8 @@ def run_tower(
         returns: `output_hidden_states`, `output_attentions`. None: as in the tower's configuration.
 
     Raises:
-        ValueError: for images of a size that the tower does not support, or an output without `last_hidden_state`.
+        ValueError: for images of a size that the tower does not support, or an output without `last_hidden_state` or
+            with another number of rows.
     """
     asked = {name: value for name, value in returns.items() if value is not None}
     if not tower.config.return_dict:
@@ -216,9 +190,10 @@ def run_tower(
             taken["output_hidden_states"] = True
         output = _read_whole_images(tower, pixel_values, taken)
         keeps_states = bool(asked.get("output_hidden_states", tower.config.output_hidden_states))
-        return _with_features_of(layers, output, layers_width(tower.config), keeps_states)
+        output = _with_features_of(layers, output, layers_width(tower.config), keeps_states)
+        return _by_image(tower, output, pixel_values)
     if tiles is None:
-        return _read_whole_images(tower, pixel_values, taken)
+        return _by_image(tower, _read_whole_images(tower, pixel_values, taken), pixel_values)
     pixel_values = pixel_values.to(tower.dtype)
     arguments = {"pixel_values": pixel_values, **tiles._asdict(), **taken}
     recorded: dict[str, list[torch.Tensor]] = {
@@ -354,7 +329,23 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken
             if isinstance(output, ModelOutput)
             else f"type {type_name(output)}."
         )
-        raise ValueError(f"Expected {no_hidden_state(type(tower))} {got}")
+        raise UnusableOutput(f"Expected {no_hidden_state(type(tower))} {got}")
+    return output
+
+
+def _by_image(tower: PreTrainedModel, output: BaseModelOutput, pixel_values: torch.Tensor) -> BaseModelOutput:
+    """Gives `last_hidden_state` the shape `(images, tokens, width)` or `(images, width, height, width of the map)`."""
+    features, images = output.last_hidden_state, pixel_values.shape[:2].numel()
+    assert features is not None
+    if tower.config.model_type in CHANNELS_LAST and features.dim() == 4:
+        features = output.last_hidden_state = features.permute(0, 3, 1, 2)
+    if tower.config.model_type in ONE_ROW and features.dim() == 3 and len(features) == 1:
+        features = output.last_hidden_state = features.unflatten(1, (images, -1))[0]
+    if features.dim() not in (3, 4) or len(features) != images:
+        raise UnusableOutput(
+            f"Expected a vision tower whose `last_hidden_state` is (images, tokens, width) or (images, channels, "
+            f"height, width), got a {type(tower).__name__}, which returns {tuple(features.shape)} for {images} images."
+        )
     return output
 
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, retrofit
-from hf_xattn.images.vision import measured_features
+from hf_xattn.images.measure import measured_features
 from hf_xattn.utils.architectures import vision_hidden_size
 
 

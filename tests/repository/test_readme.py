@@ -21,7 +21,10 @@ from PIL import Image
 from tiny_models import needs_part
 
 from hf_xattn.commands.main import _parser, main
+from hf_xattn.images.tower_table import markdown_table as table_of_towers
+from hf_xattn.images.tower_table import vision_model_types, why_no_tower
 from hf_xattn.utils.architectures import ARCHITECTURES, architecture, causal_model_types, markdown_table
+from hf_xattn.utils.towers import UNTESTED
 from hf_xattn.utils.transformers_api import PRIVATE, REPAIRED, is_before
 from hf_xattn.utils.versions import NEWEST, OLDEST, PACKAGES
 from hf_xattn.vllm_plugin import vllm_api
@@ -175,6 +178,15 @@ def test_table_of_decoders():
     served = sum(architecture(name).refused is None for name in causal_model_types())
     assert f"| Decoders | {served} of transformers'" in README
     assert f"any of [{served} decoder architectures]" in README
+
+
+@pytest.mark.skipif(is_before(NEWEST), reason="the table is that of the newest transformers")
+def test_table_of_towers():
+    """A table of vision towers that says something else than the tests found."""
+    table = re.search(r"<!-- towers -->\n(.*?)\n<!-- /towers -->", GUIDES["blocks"], re.DOTALL)
+    assert table is not None and table[1] == table_of_towers()
+    works = sum(why_no_tower(name) is None and name not in UNTESTED for name in vision_model_types())
+    assert f"| Vision towers | {works} of transformers' vision models" in README
 
 
 def rows_of(mark: str) -> dict[str, str]:
