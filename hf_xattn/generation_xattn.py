@@ -24,7 +24,7 @@ from .cache.image_cache import ImageCache
 from .cache.image_layout import rows_to
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
 from .call import check_cache, why_uncached
-from .decoders import text_inputs
+from .decoders import text_inputs, vocabulary
 from .decoders.decoder import holds_text
 from .images.conversation import PreparedImages, TextOfCall, read_images, wrong_markers_of_known_images
 from .images.image_inputs import ImageInputs
@@ -227,6 +227,11 @@ class XAttnGenerationMixin:
             config.suppress_tokens = None
         return config, model_kwargs
 
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own. Some of them look up the logits of the prompt's tokens."""
+        base: Any = super()
+        return vocabulary.with_added_tokens(self.config, base._get_logits_processor(*args, **kwargs))
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raises a `ValueError`: transformers' `generate_batch` and `cache_implementation="paged"` pass no images."""
         raise ValueError(
@@ -419,8 +424,7 @@ class XAttnGenerationMixin:
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict[str, Any], *args, **kwargs):
         """transformers' own, which runs after every step. Collects the cross-attentions if they are asked for."""
-        attentions: StepAttentions | None = model_kwargs.get(STEP_ATTENTIONS)
-        if attentions is not None:
+        if (attentions := model_kwargs.get(STEP_ATTENTIONS)) is not None:
             accepted = kwargs.get("num_new_tokens")  # from assisted decoding alone
             attentions.add(outputs, None if accepted is None else int(accepted))
             if accepted is not None and outputs.attentions == ():
@@ -449,8 +453,7 @@ class XAttnGenerationMixin:
         """transformers' own. It reorders the cache by the beams that still run, not by those that it returns."""
         base: Any = super()
         output = base._beam_search(*args, **kwargs)
-        cache = kwargs.get(CACHE)
-        if isinstance(cache, XAttnCache):
+        if isinstance(cache := kwargs.get(CACHE), XAttnCache):
             cache.broken = OF_BEAMS
         return output
 

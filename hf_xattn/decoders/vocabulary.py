@@ -13,13 +13,28 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from ..utils import memoized
 from .derived import derive
 
 
 PREFIX = "Extended"
+# Options of `generate` that look up the logits of the prompt's tokens.
+OF_PROMPT_TOKENS = (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -116,6 +131,26 @@ def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool,
             tied = {f"{names[id(head.additional)]}.weight": f"{names[id(embedding.additional)]}.weight"}
             language_model._tied_weights_keys = {**(language_model._tied_weights_keys or {}), **tied}
             language_model.all_tied_weights_keys = {**language_model.all_tied_weights_keys, **tied}
+
+
+class _WithAddedTokens(LogitsProcessor):
+    """Calls a logits processor with a logit of -inf for each of `size` added tokens, which the head does not have."""
+
+    def __init__(self, processor: LogitsProcessor, size: int):
+        self.processor, self.size = processor, size
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        padded: Any = nn.functional.pad(scores, (0, self.size), value=-torch.inf)
+        return self.processor(input_ids, padded)[:, : scores.shape[1]]
+
+
+def with_added_tokens(config: Any, processors: LogitsProcessorList) -> LogitsProcessorList:
+    """Lets logits processors look up added tokens of the prompt. `config`: of the whole model."""
+    size = 0 if config.additional_vocab_in_head else config.additional_vocab_size
+    looks_up = OF_PROMPT_TOKENS if size else ()
+    return LogitsProcessorList(
+        _WithAddedTokens(each, size) if isinstance(each, looks_up) else each for each in processors
+    )
 
 
 def _usual(part: nn.Module | None, kind: type[Part], language_model: PreTrainedModel) -> Part:

@@ -8,7 +8,13 @@ import pytest
 import torch
 from tiny_decoders import SERVED, make_tiny
 from tiny_models import VOCAB_SIZE, make_model, make_text, pixels, token_ids
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from hf_xattn import XAttnConfig, retrofit
 
@@ -43,6 +49,33 @@ def test_added_rows(name):
     assert torch.equal(embedded[:, 4], embedding.additional.weight[-1:].expand(2, -1) * scale)
     assert torch.equal(embedded[:, :2], base.get_input_embeddings()(ids_with_extra()[:, :2]))
     assert model(ids_with_extra()).logits.shape[-1] == VOCAB_SIZE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize(
+    ("option", "value", "processor"),
+    [
+        ("encoder_repetition_penalty", 0.02, lambda ids: EncoderRepetitionPenaltyLogitsProcessor(0.02, ids)),
+        ("encoder_no_repeat_ngram_size", 1, lambda ids: EncoderNoRepeatNGramLogitsProcessor(1, ids)),
+        ("repetition_penalty", 50.0, lambda ids: RepetitionPenaltyLogitsProcessor(50.0)),
+        ("no_repeat_ngram_size", 1, lambda ids: NoRepeatNGramLogitsProcessor(1)),
+    ],
+)
+def test_options_that_look_up_tokens_of_the_prompt(option, value, processor, method):
+    """torch's index error for an added token, such as an image marker, which has no logit."""
+    model, ids, images = make(), ids_with_extra(), pixels(2, 1)
+    options = {"pixel_values": images, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, **method}
+    # Without the option, the answer repeats tokens of this prompt.
+    ids = model.generate(ids, **options)
+
+    def known(ids):
+        return ids.where(ids < VOCAB_SIZE, ids[:, :1].expand_as(ids))
+
+    reference = processor(known(ids))
+    said = model.generate(ids, **options, **{option: value})
+    assert torch.equal(said, model.generate(ids, **options, logits_processor=[lambda i, s: reference(known(i), s)]))
+    assert not torch.equal(said, model.generate(ids, **options))
 
 
 # Its input for each layer has a vocabulary of its own, in which it does not find an added token.
