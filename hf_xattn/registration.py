@@ -11,6 +11,7 @@ from transformers.models.auto import modeling_auto
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
 from .layers.block import GatedCrossAttentionBlock
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from .processing.pipelines import register_pipeline
 from .processing_xattn import XAttnProcessor
 
 
@@ -38,3 +39,4 @@ def register_names(module: ModuleType) -> None:
     # TRL's trainers look the class of a folder up as an attribute of transformers.
     for each in (module, transformers, sys.modules["transformers"]):
         setattr(each, XAttnForConditionalGeneration.__name__, XAttnForConditionalGeneration)
+    register_pipeline()

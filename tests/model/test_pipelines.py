@@ -95,6 +95,18 @@ def test_batches(pipe, parts, batch_size):
     assert [text.strip() for (text,) in map(new_text, records)] == expected
 
 
+@pytest.mark.parametrize("counts", [(1, 2, 1), (3, 1, 2), (0, 2, 1), (1, 0, 0), (0, 0, 0)])
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_batches_of_chats_with_different_numbers_of_images(pipe, parts, counts, batch_size):
+    """torch's error of sizes; an image that the pipeline gives to another chat, or padding that a chat sees."""
+    texts = [TEXT, "how many ?", "which colour ?"]
+    drawings = [[drawing(10 * row + image) for image in range(count)] for row, count in enumerate(counts)]
+    chats = [[question(text, *images)] for text, images in zip(texts, drawings)]
+    expected = [answer(*parts, chat) for chat in chats]
+    records = pipe(text=chats, batch_size=batch_size, return_full_text=False, generate_kwargs=OPTIONS)
+    assert [text.strip() for (text,) in map(new_text, records)] == expected
+
+
 def test_text_generation(chat_folder, parts):
     """A model that answers text alone otherwise, or not at all, as a language model."""
     model, processor = parts
