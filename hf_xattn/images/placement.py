@@ -150,9 +150,13 @@ def _row_by_row(counts: list[int], num_images: int, real: torch.Tensor | None, c
     given = torch.ones(len(counts), num_images, dtype=torch.bool) if real is None else real.cpu()
     held = torch.ones(len(counts), cached.num_images, dtype=torch.bool)
     if cached.image_mask is not None:
-        held = rows_to(cached.image_mask.cpu(), max(len(counts), cached.image_mask.shape[0]))[
-            :: max(1, cached.mask_rows // len(counts))
-        ]
+        if cached.image_mask.shape[0] != len(counts):
+            raise ValueError(
+                f"Expected only the new images, because the `image_mask` of `cache` hides different images from text "
+                f"rows that share an image row (it is {tuple(cached.image_mask.shape)} for {len(counts)} image rows), "
+                f"got {num_images} images that begin with the cached ones. Pass the new images alone, or none."
+            )
+        held = cached.image_mask.cpu()
     width = max(int(row.sum()) - count for row, count in zip(given, counts))
     index = torch.zeros(len(counts), width, dtype=torch.long)
     new = torch.zeros(len(counts), width, dtype=torch.bool)

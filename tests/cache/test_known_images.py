@@ -124,6 +124,46 @@ def test_masks_in_the_places_of_the_call(kind):
     assert close(logits, expected[:, 5:])
 
 
+@torch.no_grad()
+def test_images_that_come_again_beside_masks_of_text_rows():
+    """Images hidden from some of the text rows that share an image row: the places of a mask were those of another."""
+    model, ids, images = make_model(), token_ids(4, 8), pixels(2, 3)
+    for hidden in (
+        [[1, 0], [1, 1], [1, 1], [1, 1]],
+        [[1, 1], [1, 0], [1, 1], [0, 1]],
+        [[1, 1], [1, 1], [1, 0], [1, 0]],
+    ):
+        hidden = torch.tensor(hidden) > 0
+        cache = model.encode_images(images[:, :2])
+        model(ids[:, :5], cache=cache, image_mask=hidden)
+        for again in (images, images[:, :2]):
+            with pytest.raises(ValueError, match=r"Expected only the new images, because the `image_mask` .* \(4, 2\)"):
+                model(ids[:, 5:], cache=cache, pixel_values=again)
+        sees = torch.rand(4, 3, 3) < 0.6
+        sees[:, :, :2] &= hidden[:, None]
+        logits = model(ids[:, 5:], cache=cache, pixel_values=images[:, 2:], image_attention_mask=sees.long()).logits
+        sees = torch.cat([torch.nn.functional.pad(hidden, (0, 1))[:, None].expand(4, 5, 3), sees], dim=1).long()
+        whole = model(ids, pixel_values=images.repeat_interleave(2, 0), image_attention_mask=sees, use_cache=False)
+        assert close(logits, whole.logits[:, 5:])
+
+
+@torch.no_grad()
+def test_images_that_come_again_beside_a_mask_of_tokens_for_each_text_row():
+    """IndexError: the text rows of an image row hide different tokens, and images come in another order."""
+    model, ids, images = make_model(), token_ids(4, 8), pixels(2, 3)
+    padding, tokens = torch.tensor([[True, True], [True, False]]), torch.rand(4, 32) < 0.7
+    cache = model.encode_images(images[:, :2], image_mask=padding)
+    model(ids[:, :5], cache=cache, cross_attention_mask=tokens)
+    again = torch.stack([images[0], images[1, [0, 2, 1]]])
+    given = {"pixel_values": again, "image_mask": torch.tensor([[True, True, True], [True, True, False]])}
+    logits = model(ids[:, 5:], cache=cache, **given).logits
+    sees = torch.ones(4, 8, 48, dtype=torch.bool)
+    sees[:, :, :32] = (tokens & padding.repeat_interleave(16, 1).repeat_interleave(2, 0))[:, None]
+    sees[:, :5, 32:] = False
+    whole = model(ids, pixel_values=images.repeat_interleave(2, 0), cross_attention_mask=sees, use_cache=False).logits
+    assert close(logits, whole[:, 5:])
+
+
 FORMS = {
     "tokens": {"cross_attention_mask": torch.ones(2, 4, 32, dtype=torch.bool)},
     "tiles": {"cross_attention_mask": torch.ones(2, 4, 2, 1, dtype=torch.bool)},
