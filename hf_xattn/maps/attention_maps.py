@@ -260,7 +260,7 @@ def attention_maps(
         ValueError: without `input_ids` or images, for a cache that holds text, or for a model that is split over ranks.
     """
     outer: Any = model
-    inner = _inner(outer)
+    inner = inner_model(outer)
     _check_inputs(inputs)
     given, cache = _given(**inputs)
     num_given = given["input_ids"].shape[-1]
@@ -285,21 +285,33 @@ def attention_maps(
         raise ValueError(f"`attention_maps` needs images, got `inputs` with {sorted(inputs)} only.")
     if text_mask is None:
         text_mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask != 0
+    return described(inner, given, weights, tokens, text_mask, num_given)
+
+
+def described(
+    model: XAttnModel | XAttnForConditionalGeneration,
+    given: dict[str, Any],
+    weights: list[torch.Tensor],
+    tokens: torch.Tensor,
+    text_mask: torch.Tensor,
+    num_given: int,
+) -> AttentionMaps:
+    """Weights with all that is known of their text and their images. `given`: the arguments that hold the images."""
     return AttentionMaps(
         weights=weights,
-        layers=sorted(inner.config.cross_attention_layers),
+        layers=sorted(model.config.cross_attention_layers),
         tokens=tokens,
         text_mask=text_mask,
         num_given=num_given,
-        _config=inner.config,
+        _config=model.config,
         _sizes=_sizes_of(given, weights[0].shape[-1]),
         _pixel_values=given.get("pixel_values"),
         _aspect_ratio_ids=given.get("aspect_ratio_ids"),
-        _read_size=_read_size(inner, given),
+        _read_size=_read_size(model, given),
     )
 
 
-def _inner(model: Any) -> XAttnModel | XAttnForConditionalGeneration:
+def inner_model(model: Any) -> XAttnModel | XAttnForConditionalGeneration:
     """The model in PEFT's wrapper, or itself."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     body_of(inner)  # checks its type

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..cache.xattn_cache import XAttnCache
-from ..maps.attention_maps import AttentionMaps, attention_maps
+from ..maps.answer_maps import answer_maps
+from ..maps.attention_maps import AttentionMaps
 from ..maps.words import Word, words_of
 
 
@@ -159,17 +160,12 @@ class ChatSession:
             stop.set()
 
     def maps(self, answer: Answer) -> AttentionMaps:
-        """Computes the attention maps of one of `answers`. `num_given` is the length of the text before the answer.
+        """Computes the attention maps of one of `answers`, as [`answer_maps`]. The messages before it have none.
 
         Raises:
             ValueError: if the answer was given without images.
         """
-        inputs = self._inputs(answer.asked)
-        given = inputs["input_ids"].shape[1]
-        ids = answer.ids.to(inputs["input_ids"].device)[None]
-        inputs["input_ids"] = torch.cat([inputs["input_ids"], ids], dim=1)
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        return replace(attention_maps(self.model, inputs), num_given=given)
+        return answer_maps(self.model, self._inputs(answer.asked), answer.ids)
 
     def _inputs(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         made = self.processor.apply_chat_template(
