@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from ..utils.checkpoint_files import Stored, check_path, read_headers, short
 from ..utils.distributed import is_split
 from ..utils.tensor_checks import check_integers, type_name
-from ..utils.transformers_api import empty_dynamic_layers
+from ..utils.transformers_api import empty_all_layers
 from ..utils.whole_folder import whole_file
 from .cross_cache import CrossCache
 from .digests import Digests
@@ -359,7 +359,7 @@ def _empty_like(cache: Cache) -> Cache:
     """Returns an empty text half of the same kind, with layers that fit the decoder."""
     empty = copy.deepcopy(cache)
     empty.reset()
-    empty_dynamic_layers(empty)
+    empty_all_layers(empty)
     return empty
 
 

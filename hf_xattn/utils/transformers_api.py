@@ -170,9 +170,29 @@ def is_blank_card(text: str) -> bool:
 def empty_dynamic_layers(cache: Cache) -> None:
     """Empties the layers of a reset cache. Before 5.18, transformers kept their length, and zeros in them."""
     for layer in cache.layers:
-        if isinstance(layer, DynamicLayer) and layer.keys is not None:
-            layer.keys = layer.values = None
-            layer.is_initialized = False
+        if isinstance(layer, DynamicLayer):
+            _empty(layer)
+
+
+def empty_all_layers(cache: Cache) -> None:
+    """Empties a reset cache for text of any number of rows. transformers keeps zeros for as many rows as before in
+    static layers and in those of states.
+    """
+    for layer in cache.layers:
+        _empty(layer)
+        for name in ("conv_states", "recurrent_states"):
+            for index in (states := getattr(layer, name, {})):
+                states[index] = None
+                getattr(layer, f"is_{name}_initialized")[index] = False
+
+
+def _empty(layer: Any) -> None:
+    if getattr(layer, "keys", None) is not None:
+        layer.keys = layer.values = None
+        layer.is_initialized = False
+    if getattr(layer, "indexer_keys", None) is not None:
+        layer.indexer_keys = None
+        layer.is_indexer_initialized = False
 
 
 try:  # since 5.20

@@ -4,9 +4,11 @@ import pytest
 import torch
 from image_stores import damaged
 from safetensors.torch import save_file
-from tiny_models import make_model, pixels, randomize, token_ids
+from tiny_decoders import make_tiny
+from tiny_models import make_model, pixels, randomize, token_ids, vision_config
+from transformers import SiglipVisionModel
 
-from hf_xattn import XAttnForConditionalGeneration
+from hf_xattn import XAttnForConditionalGeneration, retrofit
 from hf_xattn.cache.image_cache import combine_images, load_image_cache, save_image_cache, select_images
 from hf_xattn.utils.transformers_api import CACHE
 
@@ -46,6 +48,28 @@ def test_selected_rows_share_nothing_with_the_wrong_image():
     for rows in ([], torch.zeros(0, dtype=torch.long), torch.tensor([[0]]), torch.tensor(0)):
         with pytest.raises(ValueError, match="Expected `rows` to be a list of at least one row, got"):
             select_images(cache, rows)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "mamba", "jamba", "deepseek_v32"])
+def test_images_of_a_conversation(name, options):
+    """Zeros of the text that a conversation held, or its number of rows, in the cache of its images alone."""
+    model, images = randomize(retrofit(make_tiny(name), SiglipVisionModel(vision_config()), every=2)).eval(), pixels(2)
+    model.generation_config.eos_token_id = None
+    made = model.generate(
+        token_ids(2), pixel_values=images, max_new_tokens=10, do_sample=False, return_dict_in_generate=True, **options
+    )
+    for rows in ([1, 0], [1], [0, 1, 1]):
+        ids = token_ids(len(rows), seed=5)
+        expected = model(ids, pixel_values=images[rows]).logits
+        apart = [select_images(made[CACHE], [row]) for row in rows]
+        for cache in (select_images(made[CACHE], rows), combine_images(apart)):
+            first, last = (model(part, cache=cache).logits for part in ids.split([6, 1], dim=1))
+            assert torch.allclose(torch.cat([first, last], dim=1), expected, atol=1e-5)
+    made[CACHE].reset()
+    again = answers(model, token_ids(2, seed=5), pixel_values=images, cache=made[CACHE])
+    assert torch.equal(again, answers(model, token_ids(2, seed=5), pixel_values=images))
 
 
 @pytest.mark.parametrize("rows", [[True, False], [0.0], torch.tensor([True, False]), torch.tensor([0.0]), ["0"]])
