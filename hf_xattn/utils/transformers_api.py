@@ -41,7 +41,7 @@ _TABLE = {
     ("utils.hub", OLDEST): "_commit_hash _get_files_timestamps _upload_modified_files",
     ("integrations.peft", OLDEST): "_adapter_model_path _hf_peft_config_loaded",
     ("generation.utils", OLDEST): """
-        _beam_search _get_candidate_generator _is_stateful _prepare_cache_for_generation
+        _beam_search _get_candidate_generator _get_logits_processor _is_stateful _prepare_cache_for_generation
         _prepare_generation_config _update_model_kwargs_for_generation _validate_model_kwargs""",
     ("integrations.accelerate", OLDEST): "_hf_hook",
     ("modeling_layers", OLDEST): "_gradient_checkpointing_func",
