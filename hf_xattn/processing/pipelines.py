@@ -21,12 +21,21 @@ OF_IMAGES = ("pixel_values", "vision_features", "aspect_ratio_ids", "aspect_rati
 
 
 class XAttnImageTextToTextPipeline(ImageTextToTextPipeline):
-    """transformers' own, whose batches may have different numbers of images. Other models get transformers' batches."""
+    """transformers' own, whose batches may have different numbers of images, and whose texts are padded in front, where
+    `generate` expects it, whatever the side of the tokenizer. Other models get transformers' batches.
+    """
 
     def get_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        answers = super().get_iterator(*args, **kwargs)
+        tokenizer: Any = self.tokenizer
+        if self.model.config.model_type != XAttnConfig.model_type:
+            return super().get_iterator(*args, **kwargs)
+        side, tokenizer.padding_side = tokenizer.padding_side, "left"
+        try:
+            answers = super().get_iterator(*args, **kwargs)  # it notes the side
+        finally:
+            tokenizer.padding_side = side
         loader = answers.loader.loader  # answers are made of outputs, and outputs of batches
-        if loader.batch_size > 1 and self.model.config.model_type == XAttnConfig.model_type:
+        if loader.batch_size > 1:
             loader.collate_fn = partial(_collate, loader.collate_fn)
         return answers
 

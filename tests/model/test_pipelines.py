@@ -107,6 +107,16 @@ def test_batches_of_chats_with_different_numbers_of_images(pipe, parts, counts, 
     assert [text.strip() for (text,) in map(new_text, records)] == expected
 
 
+def test_a_tokenizer_that_pads_behind(chat_folder, parts):
+    """Answers of padded prompts: an imported Llama 3.2 Vision has such a tokenizer."""
+    pipe = pipeline("image-text-to-text", model=str(chat_folder))
+    pipe.tokenizer.padding_side = pipe.processor.tokenizer.padding_side = "right"
+    chats = [[question(text, drawing(seed))] for seed, text in enumerate(("how many ?", f"{TEXT} {TEXT}"))]
+    records = pipe(text=chats, batch_size=2, return_full_text=False, generate_kwargs=OPTIONS)
+    assert [text.strip() for (text,) in map(new_text, records)] == [answer(*parts, chat) for chat in chats]
+    assert pipe.tokenizer.padding_side == "right"
+
+
 def test_text_generation(chat_folder, parts):
     """A model that answers text alone otherwise, or not at all, as a language model."""
     model, processor = parts
