@@ -1,11 +1,12 @@
 """The steps of one forward, in their order. Each takes what the one before has found.
 
     read_call       who calls: text, images, cache
-    find_images     the images of the call, of which new ones are encoded; None: the decoder runs as it is
+    find_images     the images of the call, of which new ones pass tower and connector; None: the decoder runs as it is
     decide          which image tokens each text token sees
+    see             keys and values of all images: every block projects the new ones, once
     make_context    what the blocks get
-    (the decoder runs, with the context as a keyword argument)
-    commit          keys and values of new images, and what the text has seen, go into the cache
+    (the decoder runs, with the context as a keyword argument; the blocks only read)
+    commit          the images, and what the text has seen of them, go into the cache
 
 A step that fails leaves the cache as it was: only `commit` writes.
 """
@@ -23,7 +24,6 @@ from .cache.cross_cache import CrossCache
 from .cache.image_layout import rows_to
 from .cache.int8_cache import check_no_gradient, check_not_training
 from .cache.packed_samples import PackedText, check_packed_images
-from .cache.real_tokens import row_spans
 from .cache.text_progress import TextProgress
 from .cache.visibility import look
 from .cache.xattn_cache import XAttnCache
@@ -41,13 +41,12 @@ from .images.conversation import (
 )
 from .images.image_encoder import ImageEncoder
 from .images.image_inputs import NO_IMAGES, ImageInputs
-from .layers.context import CrossAttentionContext, Positions, Recorder, image_fields
+from .layers.context import CrossAttentionContext, Positions, Recorder
 from .layers.folded_mask import EVERYTHING, fold_mask
 from .layers.image_rows import ImageRows, Slots, refuse_to_cache
 from .layers.position_bias import text_positions, token_positions
-from .layers.row_groups import RowGroup, group_rows
 from .learning.frozen import only_images_learn
-from .learning.stand_in import blank_states, blocks_are_units, run_beside, stand_in_images
+from .learning.stand_in import blank_images, blocks_are_units, run_beside, stand_in_images
 from .utils.distributed import is_distributed
 from .utils.tensor_checks import is_fake, type_name
 
@@ -76,7 +75,7 @@ class Call:
     device: torch.device  # of the text
     images: ImageInputs | PreparedImages  # those that `generate` has encoded, if it runs without a cache
     cache: XAttnCache | None  # None if nothing is cached, or if the caller's cache cannot hold images
-    cross: CrossCache | None  # the image half of `cache`
+    cross: CrossCache | None  # the image half of `cache`, or the images that `generate` has encoded
     text_cache: Cache | None  # the cache that the decoder gets
     starts: bool  # whether the text has no earlier text in `cache`
     use_cache: bool
@@ -154,7 +153,7 @@ def read_call(
         given.device,
         images,
         cache,
-        None if cache is None else cache.cross_attention_cache,
+        cache.cross_attention_cache if cache is not None else getattr(images, "cross", None),
         text_cache,
         cache is None or cache.text_rows is None or cache.holds_no_text,
         use_cache,
@@ -185,13 +184,16 @@ def _find_cache(
     config: XAttnConfig, given: Any, images: ImageInputs | PreparedImages, rows: int, length: int
 ) -> XAttnCache | None:
     """The caller's cache for text and images, or a new one; None if the caller's is for text alone."""
+    prepared = images.cross.shared() if isinstance(images, PreparedImages) else None
+    if prepared is not None and given is not None:
+        raise ValueError("Expected `image_inputs`, which are for a call without a cache, or `cache`, got both.")
     if isinstance(given, EncoderDecoderCache):
         cache = given if isinstance(given, XAttnCache) else XAttnCache.adopt(given)
         cache.check_usable(rows, length)
         return cache
     if given is None:
-        return XAttnCache(DynamicCache(config=config.get_text_config(decoder=True)))
-    if isinstance(images, PreparedImages) or images.images is not None:
+        return XAttnCache(DynamicCache(config=config.get_text_config(decoder=True)), prepared)
+    if isinstance(images, ImageInputs) and images.images is not None:
         raise ValueError(
             f"Expected `cache` to be a cache for text and images, got a {type(given).__name__}. Pass "
             "`EncoderDecoderCache(DynamicCache(), DynamicCache())`. Prefix tuning (PEFT) passes such a cache, and does "
@@ -210,7 +212,7 @@ def _refuse_text(cache: Cache | None, uncached: str) -> None:
 
 
 def find_images(model: Any, call: Call) -> ImagesOfCall | None:
-    """Finds the images of a call, and encodes those that are new. The cache is not changed.
+    """Finds the images of a call, and turns those that are new into image tokens. The cache is not changed.
 
     Returns None if there are no images, and no block must run. A `ValueError` says why images and cache do not fit.
     """
@@ -224,8 +226,10 @@ def find_images(model: Any, call: Call) -> ImagesOfCall | None:
     images = _read(call, encoder)
     if images.layout is None:
         return _stand_in(model, encoder, call)
-    if images.new is None or isinstance(call.images, PreparedImages) or not call.images.pass_connector:
-        images = images._replace(unused=run_beside(encoder, call.starts))
+    if images.new is None:
+        images = images._replace(zero=run_beside(model, call.starts))
+    elif isinstance(call.images, ImageInputs) and not call.images.pass_connector:
+        images = images._replace(zero=run_beside(model, call.starts, projects=True))
     if cross is not None and cross.layers:
         if call.uncached is not None and images.new is not None:
             raise ValueError(
@@ -252,19 +256,16 @@ def _stand_in(model: Any, encoder: ImageEncoder, call: Call) -> ImagesOfCall | N
         if not waited_for and not torch.compiler.is_compiling():
             logger.warning_once(NOTHING_LEARNS)
         nobodys = stand_in_images(encoder, call.rows)
-    else:
-        run_beside(encoder, call.starts)
-        if not (is_distributed() and blocks_are_units(model.text_model)):
-            return None
-        nobodys = blank_states(encoder, call.rows)
-    return ImagesOfCall(nobodys, nobodys.layout, None, stands_in=True)
+        return ImagesOfCall(nobodys, nobodys.layout, None, stands_in=True)
+    run_beside(model, call.starts)
+    if not (is_distributed() and blocks_are_units(model.text_model)):
+        return None
+    return ImagesOfCall(None, blank_images(model, call.rows).layout, None, stands_in=True)
 
 
 def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:
     if isinstance(call.images, PreparedImages):
-        new = call.images.new
-        cached = None if call.cross is None else call.cross.layout
-        return ImagesOfCall(new, new.layout if cached is None else cached.append(new.layout), call.images.mask)
+        return ImagesOfCall(None, call.images.cross.layout, call.images.mask)
     call.images.check_device(call.device, "text")
     # Digests cost a pass over the images. Training does not need them, and compiled code cannot compare them.
     record = call.cache is not None and not call.trains and not torch.compiler.is_compiling()
@@ -305,40 +306,44 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
     return Decision(sees, after, False)
 
 
-def make_context(config: XAttnConfig, call: Call, images: ImagesOfCall, decision: Decision) -> CrossAttentionContext:
-    block, new, rows = config.cross_attention_config, images.new, images.rows
-    cross = None if images.stands_in else call.cross
-    if new is None and decision.sees is None and rows is None and not block.counts_text:
-        # Cached images, all of which the text sees: most decode steps.
-        return CrossAttentionContext(cache=cross, recorder=Recorder(call.output_attentions), unused=images.unused)
-    image_rows = call.rows if new is None else new.states.shape[0]
-    if cross is not None and cross.layers:
-        image_rows = cross.rows
+def see(model: Any, call: Call, images: ImagesOfCall) -> CrossCache:
+    """The keys and values of all images. Every block projects the new ones, once. The cache is not changed."""
+    if images.stands_in and images.new is None:
+        return blank_images(model, call.rows)
+    cross, zero = CrossCache() if call.cross is None or images.stands_in else call.cross, images.zero
+    if images.new is None:
+        return cross if zero is None else cross.plus_zero(zero)
+    assert images.layout is not None
+    # FSDP reduces gradients of the projections where their input requires one: it must on every rank.
+    states = images.new.states if zero is None else images.new.states + zero.to(images.new.states.dtype)
+    seen = CrossCache(cross.cache_dtype)
+    seen.fill(images.layout, model.project_images(states, cross, images.new.layout), cross.made_by)
+    return seen
+
+
+def make_context(
+    config: XAttnConfig, call: Call, images: ImagesOfCall, decision: Decision, cross: CrossCache
+) -> CrossAttentionContext:
+    block, rows, sees = config.cross_attention_config, images.rows, decision.sees
     group = block.num_attention_heads // block.num_key_value_heads
+    shape: dict[str, Any] = {"text_len": call.length, "group": group, "null_key": block.quiet_softmax}
     mask, visible = EVERYTHING
-    if rows is not None or decision.sees is not None:
-        shape: dict[str, Any] = {"text_len": call.length, "group": group, "null_key": block.quiet_softmax}
-        if rows is None:
-            mask, visible = fold_mask(decision.sees, image_rows=image_rows, text_rows=call.rows, **shape)
-        else:
-            mask, visible = rows.fold(decision.sees, by_image=decision.by_image, **shape)
-    layout: Any = images.layout
-    positions = groups = None
+    if rows is not None:
+        mask, visible = rows.fold(sees, by_image=decision.by_image, **shape)
+    elif sees is not None:
+        mask, visible = fold_mask(sees, image_rows=cross.rows, text_rows=call.rows, **shape)
+    positions = None
     if block.counts_text:
-        of_text = layout if rows is None else rows.layout_of_text(layout)
+        assert images.layout is not None
+        of_text = images.layout if rows is None else rows.layout_of_text(images.layout)
         positions = Positions(call.positions, token_positions(of_text.token_mask))
-    if layout.token_mask is not None and not images.stands_in:
-        groups = _groups(config, call, images, image_rows, decision.by_image)
-    keeps = cross is not None and new is not None and call.uncached is None
     return CrossAttentionContext(
         cache=cross,
         mask=mask,
         visible=visible,
         slots=None if rows is None else Slots(rows.slots, rows.places),
         positions=positions,
-        recorder=None if images.stands_in else Recorder(weights=call.output_attentions, keys_values=keeps),
-        unused=images.unused,
-        **image_fields(block, None if new is None else new.states, None if new is None else new.layout, groups),
+        recorder=None if images.stands_in else Recorder(call.output_attentions),
     )
 
 
@@ -346,10 +351,10 @@ def commit(
     call: Call,
     images: ImagesOfCall | None,
     decision: Decision | None,
-    context: CrossAttentionContext | None,
+    seen: CrossCache | None,
     mark: str | None,
 ) -> None:
-    """Updates the cache of a forward that may write. `images`, `decision` and `context` are None for text alone.
+    """Updates the cache of a forward that may write. `images`, `decision` and `seen` are None for text alone.
 
     `mark` (`str`, *optional*): of the active set of blocks, see `checkpoints/block_sets.py`.
     """
@@ -357,42 +362,21 @@ def commit(
     assert cache is not None
     cross = cache.cross_attention_cache
     if images is not None and not images.stands_in:
-        assert images.layout is not None and decision is not None and context is not None
+        assert images.layout is not None and decision is not None and seen is not None
         if images.new is None:
             cross.layout = images.layout
         else:
-            assert context.recorder is not None
-            keys_values = context.recorder.collected()
-            cross.fill(images.new.layout, keys_values)
+            cross.restore(seen.state())
             cross.read_by = mark
             cache.note_images(call.length)
             if cache.offloads:
                 cross.offload_all()
-            cache.mark_updated(len(keys_values))
+            cache.mark_updated(len(cross.layers))
         if decision.progress is not None:
             cache.progress = decision.progress
     if call.starts:
         cache.text_rows = call.rows
     cache.count_text(call.length, call.device, call.positions)
-
-
-def _groups(
-    config: XAttnConfig, call: Call, images: ImagesOfCall, image_rows: int, only_padding: bool
-) -> tuple[RowGroup, ...] | None:
-    """The image rows that share a call of the attention kernel (see `layers/row_groups.py`)."""
-    block, layout = config.cross_attention_config, images.layout
-    assert layout is not None
-    text_rows = call.rows if images.rows is None else images.rows.slots.shape[0]
-    heads = block.num_attention_heads // block.num_key_value_heads
-    return group_rows(
-        row_spans(layout, image_rows),
-        num_tokens=layout.num_tokens,
-        token_size=2 * block.num_key_value_heads * block.head_dim,
-        queries=text_rows // image_rows * call.length * heads,
-        null_key=block.quiet_softmax,
-        only_padding=only_padding,
-        device=call.device,
-    )
 
 
 def _markers(config: XAttnConfig, call: Call, decided: bool, packed: bool) -> torch.Tensor:

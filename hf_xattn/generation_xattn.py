@@ -2,7 +2,7 @@
 
 With a cache, the cross half holds the keys and values of the images before the first step, and the caller's mask for
 the text to come. No decoding method handles images. So beams and return sequences share images, and assisted decoding
-and chunked prefill need no special case. Without a cache, every step gets the encoded images as one value.
+and chunked prefill need no special case. Without a cache of text, every step gets the cross half as one value.
 
 transformers collects no `cross_attentions` of decoder-only models, so the attentions of every step are collected here.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
@@ -26,11 +26,10 @@ from .cache.xattn_cache import OF_BEAMS, XAttnCache
 from .call import check_cache, why_uncached
 from .decoders import text_inputs, vocabulary
 from .decoders.decoder import holds_text
-from .images.conversation import PreparedImages, TextOfCall, read_images, wrong_markers_of_known_images
+from .images.conversation import PreparedImages, TextOfCall, wrong_markers_of_known_images
 from .images.image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .layers.image_rows import refuse_to_cache
-from .learning.stand_in import run_beside
 from .outputs_xattn import XAttnGenerateBeamOutput, XAttnGenerateOutput
 from .utils.distributed import fsdp_forward
 from .utils.keywords import suggestion
@@ -338,15 +337,13 @@ class XAttnGenerationMixin:
             raise ValueError(needs("prefill_chunk_size", f"{what} after cached text"))
 
     def _prepare_images(self, model_kwargs: dict[str, Any], request: _ImagesOfGenerate | None) -> None:
-        """Without a cache: the vision tower runs once, keys and values are projected at every step."""
+        """Without a cache of text: the images are encoded once, and every step reads their keys and values."""
         if request is None:
             return
-        encoder = self.model.image_encoder
-        images = read_images(encoder, request.inputs, None, request.text, record_content=False)
-        if images.new is None or not request.inputs.pass_connector:
-            run_beside(encoder, starts=True)
-        if images.new is not None:
-            model_kwargs[IMAGES] = PreparedImages(images.new, images.mask)
+        encoded = XAttnCache(DynamicCache())
+        images = self.model.add_images(encoded, request.inputs, request.text)
+        if images.layout is not None:
+            model_kwargs[IMAGES] = PreparedImages(encoded.cross_attention_cache, images.mask)
 
     def _markers_behind(
         self, input_ids: torch.Tensor | None, images: ImageInputs, text: TextOfCall

@@ -6,6 +6,7 @@ Everything here runs without a text.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,15 +15,15 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import logging
 
-from .cache.cross_cache import CrossCache, KeyValue, check_fits
+from .cache.cross_cache import CrossCache, KeyValue, append, check_fits
 from .cache.image_cache import ImageCache, device_of
 from .cache.image_layout import ImageLayout
-from .cache.int8_cache import check_cache_dtype, check_no_gradient
+from .cache.int8_cache import as_stored, check_cache_dtype, check_no_gradient
 from .cache.xattn_cache import XAttnCache
 from .checkpoints.block_sets import XAttnSetsMixin
 from .checkpoints.model_identity import ModelIdentity
 from .configuration_xattn import XAttnConfig
-from .decoders.decoder import DecoderInterface, find_decoder
+from .decoders.decoder import DecoderInterface
 from .images.connector import XAttnConnector
 from .images.conversation import ImagesOfCall, TextOfCall, read_images
 from .images.image_encoder import ImageEncoder
@@ -30,9 +31,9 @@ from .images.image_inputs import ImageInputs
 from .images.image_positions import place_in_row
 from .images.image_store import ImageStore, StoreReader
 from .layers.block import GatedCrossAttentionBlock, cross_attention_blocks
-from .layers.context import KEYWORD, CrossAttentionContext, Recorder, image_fields
-from .learning.stand_in import run_beside, stand_in_images
-from .utils.distributed import fsdp_forward, has_units, is_distributed
+from .layers.context import KEYWORD, ImageTokens
+from .learning.stand_in import run_beside
+from .utils.distributed import fsdp_forward, is_distributed
 from .utils.transformers_api import takes_cache
 
 
@@ -87,8 +88,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         (`cross_attention_states`) without an axis of images are one image a row.
 
         The store is left aside in training mode, where gradients are recorded (`encode_images` outside of
-        `torch.no_grad()`), without a cache (`use_cache=False`), in compiled code and in a run of several processes,
-        whose collectives must match.
+        `torch.no_grad()`), in compiled code and in a run of several processes, whose collectives must match.
 
         The first call after a change of weights, adapters, dtype or devices drops all images (see
         `checkpoints/model_identity.py`). Some changes are not noticed: a write to a weight through `.data` or a NumPy
@@ -289,18 +289,15 @@ class XAttnImagesMixin(XAttnSetsMixin):
         images = read_images(self.image_encoder, inputs, cache, text, record_content=True, store=store)
         zero = None
         nothing_new = images.new is None and images.stored is None
-        if nothing_new and is_distributed() and has_units(self.text_model):
-            # FSDP gathers the weights of all that reads images, on all ranks.
-            self._project(stand_in_images(self.image_encoder, 1).states, CrossCache())
-        elif nothing_new or not inputs.pass_connector:
-            zero = run_beside(self.image_encoder, starts=True)
+        if nothing_new or not inputs.pass_connector:
+            zero = run_beside(self, starts=True, projects=not nothing_new)
         if images.stored is not None:
             keys_values = images.stored.grid.keys_values(target, self.config.cross_attention_config.quiet_softmax)
             cross.fill(images.stored.layout, keys_values, made_by)
             cache.mark_updated(len(keys_values))
         elif images.new is not None:
             states = images.new.states
-            keys_values = self._project(
+            keys_values = self.project_images(
                 states if zero is None else states + zero.to(states.dtype), target, images.new.layout
             )
             cross.fill(images.new.layout, keys_values, made_by)
@@ -331,24 +328,35 @@ class XAttnImagesMixin(XAttnSetsMixin):
             self._image_store,
             lambda: f"{self.image_identity() if identity is None else identity} {devices} {tower_device}",
             f"autocast {precision} {dtype}",
-            lambda states, layout: self._project(states, CrossCache(dtype), layout),
+            lambda states, layout: self.project_images(states, CrossCache(dtype), layout),
             self.config.cross_attention_config.quiet_softmax,
             dtype,
         )
 
-    def _project(self, states: torch.Tensor, cross: CrossCache, layout: ImageLayout | None = None) -> list[KeyValue]:
-        """Every block's keys and values: of cached images, and of new ones behind them (`layout`)."""
-        recorder = Recorder(keys_values=True)
-        context = CrossAttentionContext(
-            cache=cross,
-            recorder=recorder,
-            **image_fields(self.config.cross_attention_config, states, layout),
-        )
-        _, layers = find_decoder(self.text_model)
+    def project_images(
+        self, states: torch.Tensor, cross: CrossCache, layout: ImageLayout | None = None
+    ) -> list[KeyValue]:
+        """Every block's keys and values of all images: those in `cross`, and new ones behind them, in the same dtype.
+
+        Args:
+            states (`torch.Tensor`): `(R, N, context_size)`, the tokens of the new images.
+            cross ([`CrossCache`]): is not changed.
+            layout ([`ImageLayout`], *optional*): of the new images; None for images without padding.
+        """
+        images = ImageTokens.of(self.config.cross_attention_config, states, layout, first=not cross.layers)
+        dtype = cross.cache_dtype
+        found: list[KeyValue] = []
+        layers: Any = self.text_model.get_submodule(self._interface.layers)
         for index in sorted({min(index, len(layers) - 1) for index in self.config.cross_attention_layers}):
             # Through the layer, not the block: device maps and FSDP bring the weights when the layer is called.
-            layers[index](None, **{KEYWORD: context})
-        return recorder.collected()
+            layer = layers[index]
+            if torch.compiler.is_compiling() and not is_distributed():
+                layer = layer.forward  # transformers' hooks that record hidden states cannot be traced here
+            for key, value in layer(None, **{KEYWORD: images}):
+                cached = cross.layers[len(found)].read() if cross.layers else None
+                # Rounded before they are read: this call must see what later calls read from the cache.
+                found.append(append(cached, (as_stored(key, dtype), as_stored(value, dtype))))
+        return found
 
     def _check_made_here(self, cross: CrossCache) -> None:
         """Raises a `ValueError` where encoded images are of another model, or of this one with other weights."""

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import (
 )
 
 from .cache.xattn_cache import whole_or_not_at_all
-from .call import SKIPS_LAYERS, Call, commit, decide, find_images, make_context, read_call
+from .call import SKIPS_LAYERS, Call, commit, decide, find_images, make_context, read_call, see
 from .checkpoints.model_identity import ModelIdentity
 from .checkpoints.pretrained import XAttnPreTrainedModel, forget_untied, keep_weights
 from .checkpoints.removal import leave_out_added, recorded
@@ -148,17 +148,18 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         if images is not NO_IMAGES or call.starts or self._sets is not None:
             self._check_cache(call)
         try:
-            found, decision, context = find_images(self, call), None, None
+            found, decision, seen, context = find_images(self, call), None, None, None
             if found is not None:
                 decision = decide(self.config, call, found)
-                context = make_context(self.config, call, found, decision)
+                seen = see(self, call, found)
+                context = make_context(self.config, call, found, decision, seen)
             with whole_or_not_at_all(call.cache):
                 outputs = self._interface.call(runner, call.text, context, call.text_cache, call.use_cache)
                 weights = None if context is None else self._weights_of_blocks(context, call)
                 if call.trains and call.uncached == SKIPS_LAYERS:
                     give_gradient(outputs, self.parameters())
                 if call.cache is not None and call.uncached is None:
-                    commit(call, found, decision, context, self._mark)
+                    commit(call, found, decision, seen, self._mark)
         except (RuntimeError, IndexError) as error:
             decoder = self.config.get_text_config(decoder=True)
             name_wrong_positions(decoder, text, call.length, call.text_cache, error)

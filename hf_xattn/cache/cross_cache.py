@@ -177,9 +177,17 @@ class CrossCache(DynamicCache):
         """Returns to a `state`: images added since then are gone."""
         self.layers, self.layout, self._maker = state
 
+    def plus_zero(self, zero: torch.Tensor) -> CrossCache:
+        """The same images, whose first keys depend on a zero: its gradient reaches what the zero was made of."""
+        other = self.shared()
+        key, value = other.layers[0].read()
+        assert isinstance(key, torch.Tensor)
+        other.layers[0] = CrossAttentionLayer(key + zero.to(key.device, key.dtype), value)
+        return other
+
     def shared(self) -> CrossCache:
         """Returns a cache with the same images for another conversation. Nothing is copied."""
-        other = CrossCache()
+        other = CrossCache(self._dtype_of_first)
         other.layers = [copy.copy(layer) for layer in self.layers]
         other.layout, other.made_by, other.read_by = self.layout, self.made_by, self.read_by
         return other

@@ -34,7 +34,6 @@ class ImageLayout:
     def __post_init__(self) -> None:
         # What `cache/real_tokens.py` has read of the masks, in a tuple; None if it has not yet.
         self.real_tokens: Note[Any] = Note(None)
-        self.row_spans: Note[Any] = Note(None)
 
     @classmethod
     def of(

@@ -38,16 +38,6 @@ class RealTokens(NamedTuple):
         return padded
 
 
-Span = tuple[int, int]
-
-
-class RowSpans(NamedTuple):
-    """Which tokens of each image row are real."""
-
-    spans: tuple[tuple[Span, ...], ...]  # for each row, the first token and the end of each run of real tokens
-    shared: tuple[bool, ...]  # whether all text rows that look at the row have the same padding
-
-
 def real_places(real: torch.Tensor | None) -> list[tuple[int, int]] | None:
     """The (row, image) of each real image in `(R, n)`, or None if all are real."""
     if real is None or not has_values(real):
@@ -62,32 +52,8 @@ def real_tokens(layout: ImageLayout, rows: int) -> RealTokens | None:
     if mask is None or not has_values(mask):
         return None
     if getattr(layout.real_tokens, "value", None) is None:
-        real = _by_image_row(mask, rows).any(dim=1)
+        real = rows_to(mask, max(rows, mask.shape[0])).unflatten(0, (rows, -1)).any(dim=1)
         places = torch.stack(real.nonzero(as_tuple=True))
         some = 0 < places.shape[1] < real.numel()
         layout.real_tokens.value = (RealTokens(places, (real.shape[0], real.shape[1])) if some else None,)
     return layout.real_tokens.value[0]
-
-
-def row_spans(layout: ImageLayout, rows: int) -> RowSpans | None:
-    """Which tokens attention has to read in each of `rows` image rows; None if all of every row."""
-    mask = layout.token_mask
-    if mask is None or not has_values(mask):
-        return None
-    if getattr(layout.row_spans, "value", None) is None:
-        by_row = _by_image_row(mask, rows)
-        real = by_row.any(dim=1)
-        ends = torch.nn.functional.pad(real, (1, 1))
-        places: list[list[int]] = [[] for _ in range(rows)]
-        for row, place in (ends[:, 1:] != ends[:, :-1]).nonzero().tolist():
-            places[row].append(place)
-        spans = tuple(tuple(zip(row[::2], row[1::2])) for row in places)
-        shared = tuple((by_row == real[:, None]).flatten(1).all(dim=1).tolist())
-        all_read = all(shared) and set(spans) == {((0, mask.shape[1]),)}
-        layout.row_spans.value = (None if all_read else RowSpans(spans, shared),)
-    return layout.row_spans.value[0]
-
-
-def _by_image_row(mask: torch.Tensor, rows: int) -> torch.Tensor:
-    """`(R * r, N)`, a row for each text row, to `(R, r, N)`."""
-    return rows_to(mask, max(rows, mask.shape[0])).unflatten(0, (rows, -1))

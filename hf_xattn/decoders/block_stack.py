@@ -16,7 +16,7 @@ from transformers.modeling_utils import local_torch_dtype
 from ..cache.cross_cache import KeyValue
 from ..configuration_xattn import XAttnConfig
 from ..layers.block import GatedCrossAttentionBlock
-from ..layers.context import CrossAttentionContext
+from ..layers.context import CrossAttentionContext, ImageTokens
 from ..utils.quantized_weights import is_quantized
 
 
@@ -39,9 +39,9 @@ class BlockStack(nn.Sequential):
             hidden_states = block(hidden_states, cross_attention=cross_attention)
         return hidden_states
 
-    def encode(self, cross_attention: CrossAttentionContext) -> tuple[KeyValue, ...]:
+    def encode(self, images: ImageTokens) -> tuple[KeyValue, ...]:
         """The keys and values of new images, of every block."""
-        return tuple(block.encode(cross_attention) for block in self)  # type: ignore[operator]
+        return tuple(pair for block in self for pair in block.encode(images))  # type: ignore[operator]
 
 
 Blocks: TypeAlias = "GatedCrossAttentionBlock | BlockStack"

@@ -81,29 +81,21 @@ def _tensors_of(
     context: CrossAttentionContext, blocks: list[GatedCrossAttentionBlock]
 ) -> tuple[list[torch.Tensor], Callable[[tuple[torch.Tensor, ...]], CrossAttentionContext]]:
     """The tensors of a context that require a gradient in `blocks`, and a function that puts others in their place."""
-    states, cache = context.cross_attention_states, context.cache
-    with_states = states is not None and states.requires_grad
-    given = [states] if states is not None and states.requires_grad else []
-    with_unused = context.unused is not None and context.unused.requires_grad
-    if context.unused is not None and with_unused:
-        given.append(context.unused)
+    cache = context.cache
+    given: list[torch.Tensor] = []
     learning: list[int] = []
     for block in blocks:
-        keys_values = context.cached(block.layer_idx)
-        if keys_values is not None and any(states.requires_grad for states in keys_values):
+        keys_values = context.read(block.layer_idx)
+        if any(states.requires_grad for states in keys_values):
             learning.append(block.layer_idx)
             given.extend(dense(states) for states in keys_values)
 
     def put_back(tensors: tuple[torch.Tensor, ...]) -> CrossAttentionContext:
-        changes: dict[str, Any] = {}
-        if with_states:
-            changes["cross_attention_states"], tensors = tensors[0], tensors[1:]
-        if with_unused:
-            changes["unused"], tensors = tensors[0], tensors[1:]
-        if learning and cache is not None:
-            changes["cache"] = shared = cache.shared()
-            for place, index in enumerate(learning):
-                shared.layers[index] = CrossAttentionLayer(*tensors[2 * place : 2 * place + 2])
-        return replace(context, **changes)
+        if not learning or cache is None:
+            return context
+        shared = cache.shared()
+        for place, index in enumerate(learning):
+            shared.layers[index] = CrossAttentionLayer(*tensors[2 * place : 2 * place + 2])
+        return replace(context, cache=shared)
 
     return given, put_back

@@ -134,6 +134,7 @@ def _hands_keywords_on(model_class: type[nn.Module], child: str | None) -> bool:
 class DecoderInterface(NamedTuple):
     """How to call a decoder."""
 
+    layers: str  # name of the list of layers in the text model
     arguments: frozenset[str]  # names in the decoder's `forward`
     cache_argument: str  # name of the cache
     receives_keywords: bool  # whether the layers get the keyword arguments of `forward`
@@ -150,7 +151,7 @@ class DecoderInterface(NamedTuple):
 
     @classmethod
     def of(cls, text_model: PreTrainedModel) -> DecoderInterface:
-        decoder, _ = find_decoder(text_model)
+        decoder, layers = find_decoder(text_model)
         around = [
             model
             for model in text_model.modules()
@@ -164,6 +165,7 @@ class DecoderInterface(NamedTuple):
         kinds = _cache_layers(text_model)
         states = [isinstance(kind, LinearAttentionCacheLayerMixin) for kind in kinds]
         return cls(
+            next(name for name, module in text_model.named_modules() if module is layers),
             frozenset(inspect.signature(text_model.forward).parameters),
             cache_argument,
             layers_receive_keywords(text_model),

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..configuration_xattn import XAttnConfig
-from ..layers.context import KEYWORD, CrossAttentionContext
+from ..layers.context import KEYWORD, CrossAttentionContext, ImageTokens
 from ..utils import memoized
 from ..utils.architectures import architecture
 from .block_stack import make_blocks, weight_of
@@ -50,13 +50,12 @@ def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool 
 def _cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool) -> type[nn.Module]:
 
     def forward(self, *args, **kwargs):
-        context: CrossAttentionContext | None = kwargs.pop(KEYWORD, None)
+        context: CrossAttentionContext | ImageTokens | None = kwargs.pop(KEYWORD, None)
         block, after = (self._modules.get(name) for name in BLOCKS)
         if context is None or (block is None and after is None):
             return layer_class.forward(self, *args, **kwargs)
-        if (args[0] if args else kwargs["hidden_states"]) is None:
-            # Return the encoded tensors: FSDP reads a layer's outputs to know when its weights are needed again.
-            return tuple(each.encode(context) for each in (block, after) if each is not None)
+        if isinstance(context, ImageTokens):
+            return tuple(pair for each in (block, after) if each is not None for pair in each.encode(context))
         if block is not None and args:
             args = (block(args[0], cross_attention=context), *args[1:])
         elif block is not None:

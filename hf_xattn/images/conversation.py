@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
+from ..cache.cross_cache import CrossCache
 from ..cache.image_layout import ImageLayout, rows_to
 from ..cache.packed_samples import PackedText
 from ..cache.pytrees import dataclass_node
@@ -53,7 +54,7 @@ class ImagesOfCall(NamedTuple):
     mask: CallersMask | None  # the caller's decision for the text that follows
     stored: StoredImages | None = None  # in place of `new`, where a call has a store
     rows: ImageRows | None = None  # the image row of each text row; None if they are shared in equal numbers, in order
-    unused: torch.Tensor | None = None  # a zero for weights that other processes use (`learning/stand_in.py`)
+    zero: torch.Tensor | None = None  # of weights that other processes use (`learning/stand_in.py`)
     stands_in: bool = False  # these are images that no text sees
 
 
@@ -150,9 +151,9 @@ def wrong_markers_of_known_images(
 @dataclass_node
 @dataclass(eq=False)
 class PreparedImages:
-    """Images that `generate` has encoded once, for decoding without a cache."""
+    """Images that `generate` has encoded once, for decoding without a cache of text."""
 
-    new: NewImages  # text rows share their rows
+    cross: CrossCache  # text rows share its rows
     mask: CallersMask | None  # the caller's decision for the first part of the text
 
 

@@ -15,25 +15,23 @@ heads for each K/V head, D head width.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..cache.cross_cache import KeyValue, append
 from ..cache.image_layout import rows_to
-from ..cache.int8_cache import States, as_stored, dense
+from ..cache.int8_cache import States, dense
+from ..cache.real_tokens import RealTokens
 from ..configuration_xattn import CrossAttentionConfig
-from ..utils.distributed import is_distributed, is_split
+from ..utils.distributed import is_distributed
 from ..utils.projection import ImageLinear, to_dtype_of
 from ..utils.tensor_checks import check_floating, check_states, check_tensor
-from .context import CrossAttentionContext, Ragged, no_context, plain_context
+from .context import CrossAttentionContext, ImageTokens, no_context, plain_context
 from .kernels import run_kernel
 from .norms import NORMS, CrossAttentionKeyNorm, CrossAttentionRMSNorm
 from .position_bias import relative_position_bucket
 from .positions import new_position, with_position
-from .row_groups import attend_by_group
 
 
 def zero_init_linear(in_features: int, out_features: int, bias: bool, zero_init: bool) -> nn.Linear:
@@ -99,7 +97,7 @@ class GatedCrossAttention(nn.Module):
         cross_attention_states: torch.Tensor | None = None,
         cross_attention_mask: torch.Tensor | None = None,
         output_attentions: bool = False,
-        cross_attention: CrossAttentionContext | None = None,
+        cross_attention: CrossAttentionContext | ImageTokens | None = None,
     ) -> tuple[Any, torch.Tensor | None]:
         """
         Args:
@@ -109,17 +107,22 @@ class GatedCrossAttention(nn.Module):
                 `(batch, text_len, num_image_tokens)`. The output of a text token that may see nothing is zero, before
                 the bias of the output projection.
             output_attentions (`bool`): also return the attention weights.
-            cross_attention ([`CrossAttentionContext`], *optional*): what a model passes to its blocks, in place of the
-                three arguments above.
+            cross_attention ([`CrossAttentionContext`] or [`ImageTokens`], *optional*): what a model passes to its
+                blocks, in place of the three arguments above.
 
         Returns:
             `(output, weights)`: `(batch, text_len, hidden_size)`, and `(batch, num_attention_heads, text_len,
-            num_image_tokens)` or None. Without `hidden_states`, keys and values in the place of the output.
+            num_image_tokens)` or None. For [`ImageTokens`], keys and values in the place of the output.
 
         Raises:
             TypeError: for a mask that is not boolean or states that are not floating point.
             ValueError: for a wrong rank, width or batch.
         """
+        if isinstance(cross_attention, ImageTokens):
+            images = cross_attention
+            assert images.states is not None
+            # FSDP reads a module's outputs to know when its weights are needed again.
+            return self.project_key_value(images.states, bool(images.null_key), images.real, images.places), None
         if cross_attention is None:
             if hidden_states is None or cross_attention_states is None:
                 raise ValueError(
@@ -127,46 +130,14 @@ class GatedCrossAttention(nn.Module):
                     "num_image_tokens, context_size) are required."
                 )
             check_text_and_states(hidden_states, cross_attention_states, self.config)
+            keys_values = self.project_key_value(cross_attention_states, self.quiet_softmax)
             cross_attention = plain_context(
-                hidden_states, cross_attention_states, cross_attention_mask, self.config, output_attentions
+                hidden_states, keys_values, cross_attention_mask, self.config, output_attentions
             )
         elif not isinstance(cross_attention, CrossAttentionContext):
             raise no_context(cross_attention)
-        key, value = self._keys_values(cross_attention)
-        zero = self._zero_of_image_parts(hidden_states, cross_attention)
-        if hidden_states is None:
-            return (key, value), None  # FSDP reads a module's outputs to know when its weights are needed again
-        output, weights = self._attend(hidden_states, key, value, cross_attention)
-        if cross_attention.unused is not None:
-            output = output + (self._unused(cross_attention.unused, cross_attention) + zero).to(output.dtype)
-        return output, weights
-
-    def _unused(self, zero: torch.Tensor, context: CrossAttentionContext) -> torch.Tensor:
-        """A zero that depends on the weights which this call does not use, but may use in other processes."""
-        if context.cross_attention_states is None:
-            for weight in (*self.k_proj.parameters(), *self.v_proj.parameters()):
-                # under tensor parallelism, no process has other images
-                if weight.requires_grad and not is_split(weight):
-                    zero = zero + weight.flatten()[:0].sum()
-        return zero
-
-    def _zero_of_image_parts(self, hidden_states: torch.Tensor | None, context: CrossAttentionContext) -> Any:
-        """Runs what only new images pass, if other processes may have some: FSDP gathers such weights in all at once.
-
-        Returns a zero that depends on them.
-        """
-        if self.context_norm is None and self.position is None:
-            return 0
-        if hidden_states is None or context.cross_attention_states is not None or not is_distributed():
-            return 0
-        learns = torch.is_grad_enabled()  # as those of new images, or FSDP would reduce gradients in another order
-        states = hidden_states.new_zeros(1, 1, self.config.context_size).requires_grad_(learns)
-        key = hidden_states.new_zeros(1, 1, self.num_key_value_heads, self.head_dim).requires_grad_(learns)
-        if self.context_norm is not None:
-            states = self.context_norm(states)
-        if self.position is not None:
-            key = with_position(self.position, "keys", key if self.k_norm is None else self.k_norm(key), None)
-        return states.flatten()[:0].sum() + key.flatten()[:0].sum()
+        assert hidden_states is not None
+        return self._attend(hidden_states, *cross_attention.read(self.layer_idx), cross_attention)
 
     def image_parts(self) -> list[tuple[str, nn.Module]]:
         """The modules, by name, that make the keys and values of a cache of image tokens."""
@@ -175,26 +146,11 @@ class GatedCrossAttention(nn.Module):
             names += ["position", "k_norm"]  # elsewhere the weight of the norm goes to the queries
         return [(name, part) for name in names if (part := getattr(self, name)) is not None]
 
-    def _keys_values(self, context: CrossAttentionContext) -> KeyValue:
-        """Returns keys and values of all images: projects new images, and reads the others from the cache."""
-        cached, states = context.cached(self.layer_idx), context.cross_attention_states
-        if states is None:
-            assert cached is not None
-            return cached
-        null_key = self.quiet_softmax and cached is None
-        key, value = self.project_key_value(states, null_key, context.ragged, context.places)
-        # Rounded before they are used: this call must see what later calls read from the cache.
-        new = as_stored(key, context.cache_dtype), as_stored(value, context.cache_dtype)
-        keys_values = append(cached, new)
-        if context.recorder is not None and context.recorder.wants_keys_values:
-            context.recorder.keys_values[self.layer_idx] = keys_values
-        return keys_values
-
     def project_key_value(
         self,
         cross_attention_states: torch.Tensor,
         null_key: bool = False,
-        ragged: Ragged | None = None,
+        real: RealTokens | None = None,
         places: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Projects image tokens to keys and values, in the layout of transformers' caches.
@@ -202,7 +158,7 @@ class GatedCrossAttention(nn.Module):
         Args:
             cross_attention_states (`torch.Tensor`): `(rows, num_image_tokens, context_size)`.
             null_key (`bool`): put the null key of quiet softmax in front. It adds 1 to the softmax's denominator.
-            ragged ([`Ragged`], *optional*): tells where the tokens stand, if they are the real ones of a padded batch.
+            real ([`RealTokens`], *optional*): where the tokens stand, if they are the real ones of a padded batch.
             places (`torch.LongTensor`, *optional*): `(1, num_image_tokens)`, of each token in its image, for a code of
                 positions; None stands for one image.
 
@@ -221,8 +177,8 @@ class GatedCrossAttention(nn.Module):
             key = self.k_norm.normalize(key) if isinstance(self.k_norm, CrossAttentionKeyNorm) else self.k_norm(key)
         if self.position is not None:
             key = with_position(self.position, "keys", key, places)
-        if ragged is not None and ragged.real is not None:
-            return ragged.real.spread(key, null_key), ragged.real.spread(value, null_key)
+        if real is not None:
+            return real.spread(key, null_key), real.spread(value, null_key)
         return _in_cache_layout(key, null_key), _in_cache_layout(value, null_key)
 
     def _attend(
@@ -256,13 +212,8 @@ class GatedCrossAttention(nn.Module):
         position_bias = None
         if self.relative_attention_bias is not None:
             position_bias = self._folded_bias(context, text_rows, text_len, key).to(query.dtype)
-        kernel = partial(run_kernel, self, group=group, dropout=dropout, output_attentions=output_attentions)
-        groups = None if context.ragged is None else context.ragged.groups
-        # Compiled code reads all rows whole: it would be compiled anew for every batch.
-        if groups is None or output_attentions or torch.compiler.is_compiling():
-            output, weights = kernel(query, key, value, mask, position_bias)
-        else:
-            output, weights = attend_by_group(kernel, groups, query, key, value, mask, position_bias), None
+        options: dict[str, Any] = {"group": group, "dropout": dropout, "output_attentions": output_attentions}
+        output, weights = run_kernel(self, query, key, value, mask, position_bias, **options)
         output = self.o_proj(_of_text(unfold_output(output, repeats, text_len), context))
         if weights is None:
             return output, None

@@ -28,7 +28,7 @@ from ..utils.projection import to_dtype_of
 from ..utils.stub import NamesItsStub
 from ..utils.tensor_checks import check_flags
 from .attention import GatedCrossAttention, check_text_and_states, zero_init_linear
-from .context import CrossAttentionContext, no_context, plain_context
+from .context import CrossAttentionContext, ImageTokens, no_context, plain_context
 from .gates import Gate, gated, new_gate
 from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
 from .positions import new_position
@@ -178,7 +178,9 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
                     "`cross_attention_states` of shape (batch, num_image_tokens, context_size) are required, got None."
                 )
             check_text_and_states(hidden_states, cross_attention_states, self.config)
-            cross_attention = plain_context(hidden_states, cross_attention_states, cross_attention_mask, self.config)
+            images = ImageTokens(states=cross_attention_states, null_key=self.config.quiet_softmax)
+            keys_values = self.attn(None, cross_attention=images)[0]
+            cross_attention = plain_context(hidden_states, keys_values, cross_attention_mask, self.config)
         elif not isinstance(cross_attention, CrossAttentionContext):
             raise no_context(cross_attention)
         attended, weights = self.attn(self.attn_norm(hidden_states), cross_attention=cross_attention)
@@ -194,11 +196,9 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
         # Not a product with the mask, because NaN * 0 is NaN.
         return torch.where(cross_attention.visible, seen, hidden_states)
 
-    def encode(self, cross_attention: CrossAttentionContext) -> KeyValue:
-        """Returns keys and values of new images. This part of a forward needs no text."""
-        self.attn(None, cross_attention=cross_attention)
-        assert cross_attention.recorder is not None
-        return cross_attention.recorder.keys_values[self.layer_idx]
+    def encode(self, images: ImageTokens) -> tuple[KeyValue, ...]:
+        """The keys and values of new images: one pair, of this block."""
+        return (self.attn(None, cross_attention=images)[0],)
 
 
 def cross_attention_blocks(module: nn.Module) -> list[GatedCrossAttentionBlock]:

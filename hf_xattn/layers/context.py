@@ -1,8 +1,13 @@
 """What the model passes to its blocks: one keyword argument that goes through the decoder's own layers.
 
-The context is a `ModelOutput`, that is a mapping and a pytree. So accelerate's device hooks move its tensors, FSDP
-casts them, and activation checkpointing passes them to the recomputation. Nothing is stored on modules, in globals or
-in hooks: under DDP, deepcopy and recomputation it would be missing, and gradients would silently be zero.
+A layer gets one of two values, which are `ModelOutput`s, that is mappings and pytrees:
+
+- [`ImageTokens`], without text: the blocks project the tokens of new images to keys and values, once.
+- [`CrossAttentionContext`], with the text: the blocks read the keys and values of all images.
+
+So accelerate's device hooks move their tensors, FSDP casts them, and activation checkpointing passes them to the
+recomputation. Nothing is stored on modules, in globals or in hooks: under DDP, deepcopy and recomputation it would be
+missing, and gradients would silently be zero.
 """
 
 from __future__ import annotations
@@ -23,18 +28,10 @@ from .folded_mask import fold_mask
 from .image_rows import Slots
 from .position_bias import token_positions
 from .positions import places_in_images
-from .row_groups import RowGroup
 
 
 # Name of the keyword argument. No decoder of transformers has an argument of this name.
 KEYWORD = "cross_attention_context"
-
-
-class Ragged(NamedTuple):
-    """Rows of different lengths, without their padding. A named tuple: device hooks and FSDP move the tensor in it."""
-
-    real: RealTokens | None  # places of the new images' real tokens, which alone are given; None if all tokens are
-    groups: tuple[RowGroup, ...] | None  # image rows that share a call of the kernel; None if all do
 
 
 class Positions(NamedTuple):
@@ -45,24 +42,18 @@ class Positions(NamedTuple):
 
 
 class Recorder:
-    """Collects attention weights, and keys and values of new images, from the blocks of one forward.
+    """Collects the attention weights of the blocks of one forward, and so tells which blocks have run.
 
-    When the forward has succeeded, the keys and values of all blocks go into a cache at once. Device hooks, FSDP and
-    export copy the context, but all copies share one recorder: `to` returns the object itself, and as a pytree node it
-    has no leaves.
+    Device hooks, FSDP and export copy the context, but all copies share one recorder: `to` returns the object itself,
+    and as a pytree node it has no leaves.
     """
 
-    def __init__(self, weights: bool = False, keys_values: bool = False) -> None:
-        self.wants_weights, self.wants_keys_values = weights, keys_values
+    def __init__(self, weights: bool = False) -> None:
+        self.wants_weights = weights
         self.weights: dict[int, torch.Tensor | None] = {}
-        self.keys_values: dict[int, KeyValue] = {}
 
     def to(self, *args, **kwargs) -> Recorder:
         return self
-
-    def collected(self) -> list[KeyValue]:
-        """The keys and values in the order of the blocks."""
-        return [self.keys_values[index] for index in sorted(self.keys_values)]
 
 
 class _SameRecorder:
@@ -78,7 +69,7 @@ class _SameRecorder:
         return hash(tuple(self.wants()))
 
     def wants(self) -> list[bool]:
-        return [self.recorder.wants_weights, self.recorder.wants_keys_values]
+        return [self.recorder.wants_weights]
 
 
 pytree.register_pytree_node(
@@ -93,63 +84,57 @@ pytree.register_pytree_node(
 
 
 @dataclass
-class CrossAttentionContext(ModelOutput):
-    """What the blocks of one forward share.
+class ImageTokens(ModelOutput):
+    """The tokens of new images, which the blocks project. Padding is left out where that is possible.
 
-    Every default is None: accelerate rebuilds the context from one dict, which `ModelOutput` reads only if all other
-    fields are None.
+    Every default is None: accelerate rebuilds a `ModelOutput` from one dict, which it reads only if all other fields
+    are None.
     """
 
-    # the new images: `(R, N, context_size)`, or `(1, M, context_size)`, their real tokens alone (see `ragged`)
-    cross_attention_states: torch.Tensor | None = None
-    cache: CrossCache | None = None  # images of earlier forwards; blocks only read it
+    states: torch.Tensor | None = None  # `(R, N, context_size)`, or `(1, M, context_size)`, their real tokens alone
+    real: RealTokens | None = None  # places of the real tokens, if they alone are given
+    places: torch.Tensor | None = None  # `(1, N or M)`, of each token in its image; None for 0 ... N - 1
+    null_key: bool | None = None  # whether the null key of quiet softmax comes in front of the keys
+
+    @classmethod
+    def of(
+        cls, config: CrossAttentionConfig, states: torch.Tensor, layout: ImageLayout | None, first: bool
+    ) -> ImageTokens:
+        """
+        Args:
+            states (`torch.Tensor`): `(R, N, context_size)`.
+            layout ([`ImageLayout`], *optional*): of the images; None for images without padding.
+            first (`bool`): whether no images stand in front of these.
+        """
+        null_key = config.quiet_softmax and first
+        if layout is None:
+            return cls(states=states, null_key=null_key)
+        real = real_tokens(layout, states.shape[0])
+        places = None if config.position == "none" else places_in_images(layout.sizes, states.device)
+        if real is None:
+            return cls(states=states, places=places, null_key=null_key)
+        places = None if places is None else places[:, real.places[1].to(places.device)]
+        return cls(states=real.take(states), real=real, places=places, null_key=null_key)
+
+
+@dataclass
+class CrossAttentionContext(ModelOutput):
+    """What the blocks of one forward read. Every default is None, as in [`ImageTokens`]."""
+
+    cache: CrossCache | None = None  # keys and values of all images, for every block
+    keys_values: KeyValue | None = None  # those of a layer that is used on its own, in place of `cache`
     mask: torch.Tensor | None = None  # see [`FoldedMask`]
     visible: torch.Tensor | None = None  # see [`FoldedMask`]
-    ragged: Ragged | None = None  # what of the images is padding; None if nothing is, or if it is computed and masked
     slots: Slots | None = None  # see [`ImageRows`]; None if image rows are shared in equal numbers, in order
     positions: Positions | None = None  # of text and images; None for 0 ... T - 1 and 0 ... N - 1
-    # `(1, N or M)`, of each new token in its image, for a code of positions; None for 0 ... N - 1
-    places: torch.Tensor | None = None
     recorder: Recorder | None = None  # what blocks record to
-    # a zero that a block adds to its output: a gradient of zero for weights that only other processes use (see
-    # `learning/stand_in.py`)
-    unused: torch.Tensor | None = None
 
-    @property
-    def cache_dtype(self) -> str | None:
-        """The dtype of cached images, see `cache/int8_cache.py`."""
-        return None if self.cache is None else self.cache.cache_dtype
-
-    def cached(self, layer_idx: int) -> KeyValue | None:
-        """A block's keys and values of cached images, or None if there are no cached images."""
-        if self.cache is None or not self.cache.layers:
-            return None
+    def read(self, layer_idx: int) -> KeyValue:
+        """The keys and values of a block, on its device."""
+        if self.keys_values is not None:
+            return self.keys_values
+        assert self.cache is not None
         return self.cache.layers[layer_idx].read()
-
-
-def image_fields(
-    config: CrossAttentionConfig,
-    states: torch.Tensor | None,
-    layout: ImageLayout | None,
-    groups: tuple[RowGroup, ...] | None = None,
-) -> dict[str, Any]:
-    """The fields of a context that hold new images. Padding tokens are left out where that is possible.
-
-    Args:
-        states (`torch.Tensor`, *optional*): `(R, N, context_size)`; None if there are no new images.
-        layout ([`ImageLayout`], *optional*): of the new images; None if there are none, or one without padding.
-        groups (`tuple[RowGroup, ...]`, *optional*): image rows that share a call of the kernel.
-    """
-    if states is None or layout is None:
-        return {"cross_attention_states": states, "ragged": None if groups is None else Ragged(None, groups)}
-    real, places = real_tokens(layout, states.shape[0]), None
-    if config.position != "none":
-        places = places_in_images(layout.sizes, states.device)
-    if real is None:
-        ragged = None if groups is None else Ragged(None, groups)
-        return {"cross_attention_states": states, "ragged": ragged, "places": places}
-    places = None if places is None else places[:, real.places[1].to(places.device)]
-    return {"cross_attention_states": real.take(states), "ragged": Ragged(real, groups), "places": places}
 
 
 def no_context(given: Any) -> TypeError:
@@ -173,7 +158,7 @@ def check_cross_attention_mask(mask: torch.Tensor, batch_size: int, text_len: in
 
 def plain_context(
     hidden_states: torch.Tensor,
-    cross_attention_states: torch.Tensor,
+    keys_values: KeyValue,
     cross_attention_mask: torch.Tensor | None,
     config: CrossAttentionConfig,
     output_attentions: bool = False,
@@ -182,7 +167,8 @@ def plain_context(
     batch_size, text_len = hidden_states.shape[:2]
     sees = positions = None
     if cross_attention_mask is not None:
-        check_cross_attention_mask(cross_attention_mask, batch_size, text_len, cross_attention_states.shape[1])
+        num_tokens = keys_values[0].shape[2] - int(config.quiet_softmax)
+        check_cross_attention_mask(cross_attention_mask, batch_size, text_len, num_tokens)
         sees = cross_attention_mask
         if sees.dim() == 2:
             positions = Positions(None, token_positions(sees)) if config.position_bias else None
@@ -196,7 +182,7 @@ def plain_context(
         null_key=config.quiet_softmax,
     )
     return CrossAttentionContext(
-        cross_attention_states=cross_attention_states,
+        keys_values=keys_values,
         mask=mask,
         visible=visible,
         positions=positions,

@@ -4,20 +4,23 @@ DDP waits for the gradient of every weight that learns. FSDP gathers the weights
 its gradients afterwards. So what one rank runs, all must run:
 
 - A rank without images gets a stand-in image that no text sees.
-- A rank whose images do not pass vision tower and connector runs both on a stand-in image, and adds zero times the
-  result. For encoded images, the blocks do the same with the projections of keys and values. Outputs of the tower
-  (`vision_features`) pass the connector alone, so the tower runs before (see [`ImageEncoder`]).
-- Without gradients, only FSDP waits, and only for what it gathers: tower and connector, and in half precision the parts
-  of the blocks.
+- A rank whose images do not pass vision tower, connector or projections of keys and values runs these on a stand-in
+  image, and adds zero times the result to its image tokens, or to the keys that the first block reads. Outputs of the
+  tower (`vision_features`) pass the connector, so the tower runs before (see [`ImageEncoder`]).
+- Without gradients, only FSDP waits: where a text starts, for all that encodes images; in half precision also for the
+  parts of the blocks, at every step.
 
 A frozen tower that is not sharded runs for nobody's images: the connector gets zeros in the place of its output.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from ..cache.cross_cache import CrossCache, KeyValue
 from ..cache.image_layout import ImageLayout
 from ..decoders.insertion import BLOCKS
 from ..images.image_encoder import ImageEncoder, NewImages
@@ -32,9 +35,18 @@ def stand_in_images(encoder: ImageEncoder, rows: int) -> NewImages:
     return _unseen(_states(encoder, *_device_and_dtype(encoder)).expand(rows, -1, -1))
 
 
-def blank_states(encoder: ImageEncoder, rows: int) -> NewImages:
-    """Makes one image of zeros for each row, which no text sees. Neither the tower nor the connector runs."""
-    return _unseen(_zeros(encoder, *_device_and_dtype(encoder)).expand(rows, -1, -1))
+def blank_images(model: Any, rows: int) -> CrossCache:
+    """Keys and values of one image for each row, which no text sees. Nothing is computed."""
+    config = model.config.cross_attention_config
+    device, dtype = _device_and_dtype(model.image_encoder)
+    seen = CrossCache()
+    pairs: list[KeyValue] = []
+    for block in model.blocks:
+        shape = (rows, block.attn.num_key_value_heads, 1 + config.quiet_softmax, config.head_dim)
+        nothing = torch.zeros(shape, device=compute_device(block.attn.k_proj.weight), dtype=dtype)
+        pairs.append((nothing, nothing))
+    seen.fill(_unseen(torch.zeros(rows, 1, 1, device=device)).layout, pairs)
+    return seen
 
 
 def blocks_are_units(text_model: nn.Module) -> bool:
@@ -49,19 +61,31 @@ def blocks_are_units(text_model: nn.Module) -> bool:
     return False
 
 
-def run_beside(encoder: ImageEncoder, starts: bool) -> torch.Tensor | None:
-    """Runs vision tower and connector if a call's own images do not pass them and other processes may wait for them.
+def run_beside(model: Any, starts: bool, projects: bool = False) -> torch.Tensor | None:
+    """Encodes a stand-in image if a call's own images do not pass all parts, and other processes may wait for these.
 
-    Without gradients, only a call that starts a text runs them, on every rank. Returns a zero that depends on the
-    weights of both; None if no gradients are recorded, or in a single process.
+    Without gradients, only a call that starts a text (`starts`) does so, on every rank.
+
+    Args:
+        model ([`XAttnModel`]): vision tower and connector run, and the projections of keys and values.
+        projects (`bool`): the call's own images pass the projections, so these do not run.
+
+    Returns:
+        a zero that depends on the weights of what has run; None if no gradients are recorded, or in a single process.
     """
     if not is_distributed():
         return None
-    if torch.is_grad_enabled():
-        return stand_in_images(encoder, 1).states.flatten()[:0].sum()
-    if starts and (has_units(encoder.vision_tower) or has_units(encoder.connector)):
-        stand_in_images(encoder, 1)
-    return None
+    encoder, learns = model.image_encoder, torch.is_grad_enabled()
+    parts = (encoder.vision_tower, encoder.connector, None if projects else model.text_model)
+    if not learns and not (starts and any(map(has_units, parts))):
+        return None
+    states = stand_in_images(encoder, 1).states
+    made = [states]
+    if not projects:
+        made = [each for pair in model.project_images(states, CrossCache()) for each in pair]
+    if not learns:
+        return None
+    return torch.stack([each.flatten()[:0].sum().to(states.device) for each in made]).sum()
 
 
 def _states(encoder: ImageEncoder, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -71,7 +71,8 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(place, name, kind):
             with pytest.raises(ValueError, match=REFUSED):
                 call()
             return
-        assert not (fails and part.start and kind == "static")
+        projects = place in ("first_k_proj", "last_v_proj")  # in front of the text
+        assert not (fails and part.start and kind == "static" and not projects)
         assert close(call(), expected[:, part])
 
 

@@ -21,6 +21,7 @@ from hf_xattn import (
     retrofit,
 )
 from hf_xattn.cache.cross_cache import CrossAttentionLayer
+from hf_xattn.cache.xattn_cache import XAttnCache
 from hf_xattn.checks import BROKEN, FRESH, HOLDS, NAMES, NOT_CHECKED, run_checks
 from hf_xattn.checks.weights import load_base
 from hf_xattn.images.image_encoder import ImageEncoder
@@ -233,10 +234,21 @@ def test_a_fresh_model(config):
     assert result.status == BROKEN
 
 
+def changing_when_kept(monkeypatch, change):
+    """Changes keys and values of images that outlive the call which has encoded them."""
+    mark = XAttnCache.mark_updated
+
+    def marked(cache, num_blocks):
+        for layer in cache.cross_attention_cache.layers:
+            layer.keys, layer.values = change(layer.keys), change(layer.values)
+        mark(cache, num_blocks)
+
+    monkeypatch.setattr(XAttnCache, "mark_updated", marked)
+
+
 def test_caches_of_a_fresh_model_can_fail(monkeypatch):
     """A lie about images that a model without trained blocks hides."""
-    read = CrossAttentionLayer.read
-    monkeypatch.setattr(CrossAttentionLayer, "read", lambda layer: tuple(2 * part for part in read(layer)))
+    changing_when_kept(monkeypatch, lambda part: 2 * part)
     (result,) = checked(make_model(random=False), "cache-dynamic").values()
     assert result.status == BROKEN
 
@@ -275,8 +287,7 @@ def test_a_cache_that_lies_about_images(kind, monkeypatch):
     model = make_model()
     (sound,) = checked(model, kind).values()
     assert sound.status == HOLDS and sound.measured < sound.allowed
-    read = CrossAttentionLayer.read
-    monkeypatch.setattr(CrossAttentionLayer, "read", lambda layer: tuple(8 * part.flip(2) for part in read(layer)))
+    changing_when_kept(monkeypatch, lambda part: 8 * part.flip(2))
     (result,) = checked(model, kind).values()
     assert result.status == BROKEN and result.measured > result.allowed
     assert "LlamaForCausalLM by itself, without an image, is right: " in result.line

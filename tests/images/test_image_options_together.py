@@ -5,8 +5,6 @@ import torch
 from int8_rounding import rounding
 from tiny_models import make_model, pixels, token_ids
 
-from hf_xattn.layers import row_groups
-from hf_xattn.layers.row_groups import CallCost
 from hf_xattn.utils.transformers_api import CACHE
 
 
@@ -26,9 +24,8 @@ def answers(model, ids, images):
     "way, dtype", [("call", None), ("encoded", None), ("encoded", "int8"), ("store", None), ("store", "int8")]
 )
 @pytest.mark.parametrize("quiet", [False, True])
-def test_each_row_as_alone(dtype, way, quiet, monkeypatch):
+def test_each_row_as_alone(dtype, way, quiet):
     """Padding that is rounded or read; a row that gets the tokens or scales of another."""
-    monkeypatch.setattr(row_groups, "ON_CPU", CallCost(1, 1))  # rows as short as here would share a call
     sizes = {"cross_attention_layers": LAYERS, "cross_attention_config": {"quiet_softmax": quiet}}
     model, reference = make_model(**sizes), make_model(**sizes)
     if dtype is not None:

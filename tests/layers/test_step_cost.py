@@ -63,7 +63,7 @@ def test_attention_modules_are_called():
         return [seen.get(index, 0) for index in range(2)]
 
     model(ids, pixel_values=images, use_cache=False)
-    assert count() == [1, 1], "new images"
+    assert count() == [2, 2], "new images: projected, then read"
     cache = model.encode_images(pixel_values=images)
     assert count() == [1, 1], "encoded only"
     model(ids, cache=cache)
@@ -72,4 +72,4 @@ def test_attention_modules_are_called():
     for block in single.blocks:
         block.attn.register_forward_hook(lambda module, *_: calls.update([module.layer_idx]))
     single(ids, cross_attention_states=torch.randn(2, 1, 32))
-    assert count() == [1, 1], "a single key"
+    assert count() == [2, 2], "a single key"

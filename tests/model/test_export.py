@@ -196,11 +196,11 @@ def test_plain_export_with_caches():
 
 def test_there_is_one_recorder():
     """A context that is rebuilt on its way (FSDP casts arguments that way) and whose blocks report to a copy."""
-    context = CrossAttentionContext(cross_attention_states=torch.zeros(1, 2, 3), recorder=Recorder())
+    context = CrossAttentionContext(mask=torch.zeros(1, 2, 3), recorder=Recorder())
     again = pytree.tree_map(lambda leaf: leaf.half(), context)
     assert again is not context and again.recorder is context.recorder
-    assert again.cross_attention_states.dtype == torch.float16
-    other = CrossAttentionContext(cross_attention_states=torch.zeros(1, 2, 3), recorder=Recorder())
+    assert again.mask.dtype == torch.float16
+    other = CrossAttentionContext(mask=torch.zeros(1, 2, 3), recorder=Recorder())
     assert pytree.tree_structure(context) == pytree.tree_structure(other)
     spec = pytree.treespec_loads(pytree.treespec_dumps(pytree.tree_structure(context)))
     assert spec == pytree.tree_structure(context)
