@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from ..configuration_xattn import XAttnConfig
+from ..decoders.activation_wrappers import refuse_reentrant
 from ..decoders.insertion import BLOCKS
 from ..decoders.quantization import finish_quantized, keep_added_precise
 from ..layers.block import GatedCrossAttentionBlock
@@ -102,6 +103,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         return self
 
     def _set_gradient_checkpointing(self, *args, **kwargs) -> None:
+        refuse_reentrant(kwargs.get("gradient_checkpointing_func"))
         super()._set_gradient_checkpointing(*args, **kwargs)
         if self.training:
             self.train()  # frozen layers that are checkpointed train, see `learning/frozen.py`

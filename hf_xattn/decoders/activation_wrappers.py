@@ -1,4 +1,5 @@
-"""Decoder layers in torch's activation wrappers (`checkpoint_wrapper`, `offload_wrapper`), as accelerate's FSDP adds.
+"""Decoder layers that a backward pass runs again: by transformers' checkpointing, or in torch's activation wrappers
+(`checkpoint_wrapper`, `offload_wrapper`), as accelerate's FSDP adds.
 
 A checkpoint wrapper calls the layer again in the backward pass. transformers does not know of it, so two things are
 done here:
@@ -7,7 +8,8 @@ done here:
 - Some decoders do not pass the images to their layers (see `decoders/channel.py`). The wrapper gets the images as an
   argument and keeps it for the second call. At that time, the channel is empty.
 
-A reentrant wrapper (`CheckpointImpl.REENTRANT`) silently loses gradients of the images. It is refused.
+Reentrant checkpointing (`use_reentrant=True`, `CheckpointImpl.REENTRANT`) gives gradients to positional arguments
+alone, and the images are a keyword argument: their gradients would silently be lost. It is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from .insertion import is_cross_attending
 
 
 WRAPPED = "_checkpoint_wrapped_module"  # torch's name of the module inside
+FUNCTION = "_gradient_checkpointing_func"  # transformers' name of what a layer calls
 _READS = "_reads_cross_attention_context"
 
 
@@ -34,12 +37,18 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
         receives_keywords (`bool`): whether the decoder passes keyword arguments to its layers.
 
     Raises:
-        ValueError: for a reentrant wrapper.
+        ValueError: for reentrant checkpointing, where gradients are recorded.
     """
     # A frozen model is in evaluation mode around its layers, which checkpoint all the same.
-    if any(
-        module.training and getattr(module, "gradient_checkpointing", False) for module in model.text_model.modules()
-    ):
+    checkpointed = [
+        module
+        for module in model.text_model.modules()
+        if module.training and getattr(module, "gradient_checkpointing", False)
+    ]
+    if checkpointed:
+        if torch.is_grad_enabled():
+            for module in checkpointed:
+                refuse_reentrant(getattr(module, FUNCTION, None))
         return True
     # Compiled code repeats a layer without what it writes.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -52,13 +61,22 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
     if any(getattr(getattr(layer, "checkpoint_impl", None), "name", None) == "REENTRANT" for layer in wrapped):
         raise ValueError(
             "Expected checkpoint wrappers around the decoder's layers with `CheckpointImpl.NO_REENTRANT`, got "
-            "`REENTRANT`, which gives no "
-            'gradients to images. Or call `model.gradient_checkpointing_enable({"use_reentrant": True})`.'
+            "`REENTRANT`, which gives no gradients to images. Or call `model.gradient_checkpointing_enable()`."
         )
     if not receives_keywords:
         for layer in wrapped:
             _read_channel_outside(layer)
     return bool(wrapped)
+
+
+def refuse_reentrant(function: Any) -> None:
+    """Raises a `ValueError` for transformers' checkpointing function of a layer, if it is reentrant."""
+    if function is not None and getattr(function, "keywords", {}).get("use_reentrant") is not False:
+        raise ValueError(
+            "Expected gradient checkpointing with `use_reentrant=False`, the default of transformers, got "
+            '`use_reentrant=True`, which gives no gradients to images. Pass `{"use_reentrant": False}` to '
+            "`gradient_checkpointing_enable`, or as `gradient_checkpointing_kwargs` to a trainer."
+        )
 
 
 def unwrapped(module: Any) -> nn.Module:

@@ -20,7 +20,6 @@ from ..utils import memoized
 from ..utils.architectures import architecture
 from .block_stack import make_blocks, weight_of
 from .channel import carried_context
-from .checkpointing import FUNCTION, checkpointing_function
 from .decoder import find_cache_argument, find_decoder, layers_receive_keywords
 from .derived import derive, is_derived
 
@@ -72,7 +71,7 @@ def _cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool
             kwargs[KEYWORD] = carried_context()
         return layer_class.__call__(self, *args, **kwargs)
 
-    members: dict[str, Any] = {"forward": forward, FUNCTION: checkpointing_function}
+    members: dict[str, Any] = {"forward": forward}
     if not receives_keywords:
         members["__call__"] = __call__
     return derive(layer_class, PREFIX, members, (cross_attending_class, layer_class, receives_keywords))

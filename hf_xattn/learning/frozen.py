@@ -89,10 +89,9 @@ def give_gradient(outputs: dict[str, Any], weights: Iterable[nn.Parameter]) -> N
 
 
 def give_gradient_to_inputs(text_model: PreTrainedModel, tower: PreTrainedModel | None) -> tuple[RemovableHandle, ...]:
-    """Registers hooks that make the outputs of the embeddings require a gradient, for activation checkpointing.
+    """Registers hooks that make the outputs of the embeddings require a gradient, as trainers ask before checkpointing.
 
-    Reentrant checkpointing gives no gradient to the weights of a layer whose inputs require none. Unlike transformers'
-    hooks, these do nothing in two cases:
+    Unlike transformers' hooks, these do nothing in two cases:
 
     - In a frozen vision tower. Its layers are in evaluation mode and not checkpointed: it would keep all activations.
     - In compiled code, which needs no such gradient, and refuses a graph that returns such a tensor.

@@ -1,4 +1,4 @@
-"""Activation checkpointing with `use_reentrant=True`, which gives gradients to positional arguments only."""
+"""Activation checkpointing: gradients of images, wherever it was switched on; what cannot give them is refused."""
 
 import copy
 
@@ -13,7 +13,6 @@ from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze_base
 from hf_xattn.utils.transformers_api import CACHE
 
 
-REENTRANT = {"use_reentrant": True}
 IDS = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(1))
 
 
@@ -28,7 +27,7 @@ def test_gradients_are_those_without_checkpointing(name, inner, frozen):
     inputs = {"input_ids": token_ids(), "labels": token_ids(), "pixel_values": pixels()}
     expected = gradients(model, **inputs)
     assert any("connector" in key for key in expected) and any("vision_tower" in key for key in expected)
-    checkpoint_activations(model.model.text_model if inner else model, REENTRANT)
+    checkpoint_activations(model.model.text_model if inner else model)
     assert_same_gradients(gradients(model, **inputs), expected)
 
 
@@ -42,7 +41,7 @@ def test_gradients_of_states(model_type, frozen):
     found = []
     for checkpoints in (False, True):
         if checkpoints:
-            checkpoint_activations(model, REENTRANT)
+            checkpoint_activations(model)
         source = torch.randn(2, 5, CONTEXT_SIZE, generator=torch.Generator().manual_seed(2)).requires_grad_()
         torch.manual_seed(0)
         found.append(gradients(model, input_ids=IDS, labels=IDS, cross_attention_states=source.tanh()))
@@ -55,7 +54,7 @@ def test_switched_on_before_the_blocks_go_in():
     """A base that is checkpointed already: its layers keep the function that they were given."""
     text = make_text()
     expected = without_dropout(make_model())
-    checkpoint_activations(text, REENTRANT)
+    checkpoint_activations(text)
     config = XAttnConfig(
         text_config=text.config, vision_config=expected.config.vision_config, cross_attention_layers=[1, 3]
     )
@@ -66,13 +65,13 @@ def test_switched_on_before_the_blocks_go_in():
 
 
 def test_frozen_embeddings_that_are_given():
-    """`inputs_embeds` that want no gradient: reentrant checkpointing gives the weights none, and only warns."""
+    """`inputs_embeds` that want no gradient."""
     model = freeze_base(without_dropout(randomize(retrofitted(make_tiny("llama")))))
     states = torch.randn(2, 5, CONTEXT_SIZE, generator=torch.Generator().manual_seed(2))
     embeddings = model.get_input_embeddings()(IDS).detach()
     inputs = {"inputs_embeds": embeddings, "labels": IDS, "cross_attention_states": states}
     expected = gradients(model, **inputs)
-    checkpoint_activations(model, REENTRANT)
+    checkpoint_activations(model)
     assert_same_gradients(gradients(model, **inputs), expected)
 
 
@@ -82,7 +81,7 @@ def test_encoded_images():
     found = []
     for checkpoints in (False, True):
         if checkpoints:
-            checkpoint_activations(model, REENTRANT)
+            checkpoint_activations(model)
         model.zero_grad()
         encoded = model.encode_images(pixel_values=pixels())
         model(token_ids(), labels=token_ids(), cache=encoded).loss.backward()
@@ -90,15 +89,36 @@ def test_encoded_images():
     assert_same_gradients(found[1], found[0])
 
 
-def test_nested_layers_are_refused():
-    """Layers that checkpoint a layer of their own fail in the backward pass with an error that names nothing."""
+@pytest.mark.parametrize("where", ["model", "body", "text_model", "before", "peft"])
+def test_reentrant_checkpointing_is_refused(where):
+    """Gradients of images that are lost without a word."""
+    reentrant, model, inputs = {"use_reentrant": True}, make_model().train(), {"labels": token_ids()}
+    refused = pytest.raises(ValueError, match="Expected gradient checkpointing with `use_reentrant=False`.*kwargs")
+    if where in ("model", "body", "peft"):
+        if where == "peft":
+            peft = pytest.importorskip("peft")
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+        with refused:
+            checkpoint_activations(model.model if where == "body" else model, reentrant)
+        model(token_ids(), pixel_values=pixels(), **inputs).loss.backward()
+        return
+    if where == "text_model":
+        checkpoint_activations(model.model.text_model, reentrant)
+    else:
+        text = make_text()
+        checkpoint_activations(text, reentrant)
+        model = XAttnForConditionalGeneration(model.config, text_model=text).train()
+    with refused:
+        model(token_ids(), pixel_values=pixels(), **inputs)
+    with torch.no_grad():
+        assert model(token_ids(), pixel_values=pixels()).logits.isfinite().all()
+
+
+def test_nested_layers():
+    """Layers that checkpoint a layer of their own."""
     model = without_dropout(retrofitted(make_tiny("zamba2")))
-    states = torch.randn(2, 5, CONTEXT_SIZE)
-    checkpoint_activations(model, REENTRANT)
-    with pytest.raises(ValueError, match="`use_reentrant=True` does not support Zamba2HybridLayer.*False"):
-        model(IDS, cross_attention_states=states)
-    checkpoint_activations(model, {"use_reentrant": False})
-    model(IDS, cross_attention_states=states, labels=IDS).loss.backward()
+    checkpoint_activations(model)
+    model(IDS, cross_attention_states=torch.randn(2, 5, CONTEXT_SIZE), labels=IDS).loss.backward()
     assert model.blocks[0].attn.o_proj.weight.grad.any()
 
 

@@ -16,7 +16,6 @@ from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze
 
 IDS, PIXELS = token_ids(), pixels()
 INPUTS = {"input_ids": IDS, "labels": IDS, "pixel_values": PIXELS}
-each_way = pytest.mark.parametrize("reentrant", [False, True], ids=["not_reentrant", "reentrant"])
 
 
 def make_small():
@@ -34,40 +33,39 @@ def plain_gradients(make, **frozen):
     return gradients(freeze(without_dropout(make()), **frozen), **INPUTS)
 
 
-@each_way
 @pytest.mark.parametrize("blocks", [False, True], ids=["blocks_train", "blocks_frozen"])
 @pytest.mark.parametrize("connector", [False, True], ids=["connector_trains", "connector_frozen"])
 @pytest.mark.parametrize("vision", [False, True], ids=["tower_trains", "tower_frozen"])
 @pytest.mark.parametrize("text", [False, True], ids=["text_trains", "text_frozen"])
-def test_gradients(text, vision, connector, blocks, reentrant):
+def test_gradients(text, vision, connector, blocks):
     """A part that trains alone and gets no gradient, one that is frozen and gets some, a graph that is used twice."""
     frozen = {"text": text, "vision": vision, "connector": connector, "blocks": blocks}
     if all(frozen.values()):
         return
     expected = plain_gradients(make_model, **frozen)
     model = freeze(without_dropout(make_model()), **frozen)
-    checkpoint_activations(model, {"use_reentrant": reentrant})
+    checkpoint_activations(model)
     found = gradients(model, **INPUTS)
     assert found.keys() == {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert_same_gradients(found, expected)
 
 
 @pytest.mark.parametrize(
-    ("frozen", "reentrant"),
+    "frozen",
     [
-        pytest.param({"text": False, "vision": False}, False, marks=pytest.mark.slow),
-        pytest.param({"vision": False}, True, marks=pytest.mark.slow),
-        pytest.param({"vision": True}, False, marks=pytest.mark.slow),
-        ({"vision": True, "connector": True}, True),
+        pytest.param({"text": False, "vision": False}, marks=pytest.mark.slow),
+        pytest.param({"vision": False}, marks=pytest.mark.slow),
+        pytest.param({"vision": True}, marks=pytest.mark.slow),
+        {"vision": True, "connector": True},
     ],
     ids=["all_train", "tower_trains", "tower_frozen", "blocks_train"],
 )
-def test_compiled_gradients(frozen, reentrant):
+def test_compiled_gradients(frozen):
     """Blocks or a connector that compiled code recomputes without their images, or leaves out of its one graph."""
     torch._dynamo.reset()
     expected = plain_gradients(make_small, **frozen)
     model = freeze(without_dropout(make_small()), **frozen)
-    checkpoint_activations(model, {"use_reentrant": reentrant})
+    checkpoint_activations(model)
     graphs = []
 
     def backend(graph, inputs):
@@ -84,13 +82,11 @@ def test_compiled_gradients(frozen, reentrant):
 
 @pytest.mark.slow
 def test_compiled_with_graph_breaks():
-    """A graph that breaks inside of a layer: the layer then runs as it is, and reentrant checkpointing loses the
-    images.
-    """
+    """A graph that breaks inside of a layer: the layer then runs as it is, and may lose the images."""
     torch._dynamo.reset()
     expected = plain_gradients(make_small)
     model = freeze(without_dropout(make_small()))
-    checkpoint_activations(model, {"use_reentrant": True})
+    checkpoint_activations(model)
     for block in model.blocks:
         block.mlp.act_fn.register_forward_hook(lambda *_: torch._dynamo.graph_break())
     torch.compile(model.forward, backend="aot_eager")(use_cache=False, **INPUTS).loss.backward()
@@ -98,24 +94,22 @@ def test_compiled_with_graph_breaks():
     torch._dynamo.reset()
 
 
-@each_way
-def test_tower_that_trains_in_part(reentrant):
+def test_tower_that_trains_in_part():
     """The upper layer of a tower that trains behind a frozen embedding: without a gradient, and with a warning only."""
     frozen = {"connector": True, "names": {"*vision_tower.*layers.1.*": False}}
     expected = gradients(freeze(without_dropout(make_model()), **frozen), **INPUTS)
     assert any("vision_tower" in name for name in expected)
     model = without_dropout(make_model())
-    checkpoint_activations(model, {"use_reentrant": reentrant})  # before the parts are chosen
+    checkpoint_activations(model)  # before the parts are chosen
     assert_same_gradients(gradients(freeze(model, **frozen), **INPUTS), expected)
 
 
-@each_way
-def test_frozen_tower_costs_nothing(reentrant):
+def test_frozen_tower_costs_nothing():
     """A frozen tower that keeps all its activations, for gradients of its embedding that nothing uses."""
     model = freeze(make_model()).train()
     features = model.model.vision_tower(PIXELS[:, 0]).last_hidden_state
     assert not features.requires_grad
-    checkpoint_activations(model, {"use_reentrant": reentrant})
+    checkpoint_activations(model)
     for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert not each.model.vision_tower(PIXELS[:, 0]).last_hidden_state.requires_grad
         freeze(each, vision=False)
@@ -133,15 +127,14 @@ def test_frozen_tower_costs_nothing(reentrant):
     assert not model.get_input_embeddings()(IDS).requires_grad
 
 
-@each_way
 @pytest.mark.parametrize("vision", [False, True], ids=["tower_trains", "tower_frozen"])
-def test_memory_falls(vision, reentrant):
+def test_memory_falls(vision):
     """Checkpointing that is on in name: all activations are kept."""
     ids, images = token_ids(4, 64), pixels(4, 2)
     kept = {}
     for checkpoints in (False, True):
         model = freeze(make_model(), vision=vision).train()
         if checkpoints:
-            checkpoint_activations(model, {"use_reentrant": reentrant})
+            checkpoint_activations(model)
         kept[checkpoints] = memory_of(lambda m=model: m(ids, labels=ids, pixel_values=images, use_cache=False).loss)
     assert kept[True].kept < 0.5 * kept[False].kept and kept[True].peak < kept[False].peak

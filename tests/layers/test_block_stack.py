@@ -131,18 +131,15 @@ def test_generate(layers, tmp_path):
     assert torch.equal(split.generate(**given(), **GREEDY), expected)
 
 
-@pytest.mark.parametrize(
-    "checkpointing", [{"use_reentrant": False}, {"use_reentrant": True}], ids=["plain", "reentrant"]
-)
 @at_every_place
-def test_gradient_checkpointing(layers, checkpointing):
+def test_gradient_checkpointing(layers):
     """A block of several without a gradient, or images whose graph is freed by the first of them."""
     model = without_dropout(make_model(cross_attention_layers=layers))
     inputs = {**given(), "labels": token_ids()}
     expected = gradients(model, **inputs)
     blocks = {name for name, _ in model.named_parameters() if "cross_attention_block" in name}
     assert blocks <= expected.keys() and all(bool(expected[name].any()) for name in blocks if "gate" in name)
-    checkpoint_activations(model, checkpointing)
+    checkpoint_activations(model)
     assert_same_gradients(gradients(model, **inputs), expected)
 
 
