@@ -292,7 +292,8 @@ class Talk(TakesAway):
         except ValueError as error:
             # What a layer overwrites in place cannot be taken back. A `generate` that failed has read its prompt, or
             # the first chunks of it, so that a mask has other rows than there is new text.
-            refused = ("Expected `input_ids` with the text in `cache`", "Expected `cross_attention_mask`")
+            longer = ("`input_ids` with the text in `cache`", "`cross_attention_mask`", "`attention_mask` of shape")
+            refused = tuple(f"Expected {words}" for words in longer)
             over = str(error).startswith(refused) and self._cached_text() != before
             if str(error) == BROKEN:
                 over = any(type(layer) is not DynamicLayer for layer in self.cache.self_attention_cache.layers)

@@ -99,6 +99,8 @@ PLANS = {
 }
 
 THEMES = tuple(PLANS)
+# Refusals that depend on which pictures come twice by chance: what the caller means is not clear, and the error asks.
+UNCLEAR = ("these count as the same. To send one of them again", "a part of the text that came with the images")
 
 
 def start(rng: random.Random, plan: Plan) -> Talk:
@@ -438,5 +440,7 @@ def check(seed: int, plan: Plan | None = None) -> None:
     except Exception as error:
         if "needs transformers" in str(error):  # what an older version cannot do is refused by name
             pytest.skip(str(error))
+        if isinstance(error, ValueError) and any(words in str(error) for words in UNCLEAR):
+            return  # each call before was compared
         steps = "\n".join(talk.log)
         raise AssertionError(f"seed {seed} ({theme}): {type(error).__name__}: {error}\n\n{steps}") from error
