@@ -136,7 +136,9 @@ class CacheChecks:
         cache `generate` keeps the keys and values of images.
         """
         expected = generate(self.model, ids, **images, use_cache=False)
-        logits = self.model(expected.sequences[:, :-1], use_cache=False, **images).logits
+        text = expected.sequences[:, :-1]
+        inputs = {"attention_mask": torch.ones_like(text), "position_ids": torch.arange(text.shape[1])[None].to(text)}
+        logits = self.model(text, **inputs, use_cache=False, **images).logits  # numbered as `generate` numbers it
         expected.logits = tuple(logits[:, ids.shape[1] - 1 :].float().unbind(dim=1))
         return expected
 
