@@ -46,7 +46,7 @@ from .layers.folded_mask import EVERYTHING, fold_mask
 from .layers.image_rows import ImageRows, Slots, refuse_to_cache
 from .layers.position_bias import text_positions, token_positions
 from .learning.frozen import only_images_learn
-from .learning.stand_in import blank_images, blocks_are_units, run_beside, stand_in_images
+from .learning.stand_in import blank_images, blocks_are_units, run_beside, stand_in_images, unseen_layout
 from .utils.distributed import is_distributed
 from .utils.tensor_checks import is_fake, type_name
 
@@ -260,7 +260,7 @@ def _stand_in(model: Any, encoder: ImageEncoder, call: Call) -> ImagesOfCall | N
     run_beside(model, call.starts)
     if not (is_distributed() and blocks_are_units(model.text_model)):
         return None
-    return ImagesOfCall(None, blank_images(model, call.rows).layout, None, stands_in=True)
+    return ImagesOfCall(None, unseen_layout(call.rows, 1, call.device), None, stands_in=True)
 
 
 def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:

@@ -32,7 +32,8 @@ from ..utils.parts import CONNECTORS
 
 def stand_in_images(encoder: ImageEncoder, rows: int) -> NewImages:
     """Makes one image for each row, which no text sees. The tower runs on one image, if it learns or is sharded."""
-    return _unseen(_states(encoder, *_device_and_dtype(encoder)).expand(rows, -1, -1))
+    states = _states(encoder, *_device_and_dtype(encoder)).expand(rows, -1, -1)
+    return NewImages(states, unseen_layout(rows, states.shape[1], states.device))
 
 
 def blank_images(model: Any, rows: int) -> CrossCache:
@@ -45,8 +46,14 @@ def blank_images(model: Any, rows: int) -> CrossCache:
         shape = (rows, block.attn.num_key_value_heads, 1 + config.quiet_softmax, config.head_dim)
         nothing = torch.zeros(shape, device=compute_device(block.attn.k_proj.weight), dtype=dtype)
         pairs.append((nothing, nothing))
-    seen.fill(_unseen(torch.zeros(rows, 1, 1, device=device)).layout, pairs)
+    seen.fill(unseen_layout(rows, 1, device), pairs)
     return seen
+
+
+def unseen_layout(rows: int, tokens: int, device: torch.device) -> ImageLayout:
+    """The layout of one image for each row, which no text sees."""
+    nothing = torch.zeros(rows, tokens, dtype=torch.bool, device=device)
+    return ImageLayout.of((tokens,), device, token_mask=nothing)
 
 
 def blocks_are_units(text_model: nn.Module) -> bool:
@@ -111,8 +118,3 @@ def _zeros(encoder: ImageEncoder, device: torch.device, dtype: torch.dtype) -> t
 def _device_and_dtype(encoder: ImageEncoder) -> tuple[torch.device, torch.dtype]:
     like = encoder.find_like()
     return compute_device(like), like.dtype if like.is_floating_point() else torch.float32
-
-
-def _unseen(states: torch.Tensor) -> NewImages:
-    nothing = torch.zeros(states.shape[:2], dtype=torch.bool, device=states.device)
-    return NewImages(states, ImageLayout.of((states.shape[1],), states.device, token_mask=nothing))
