@@ -98,6 +98,8 @@ class CacheChecks:
         length, why_not = LENGTH, None
         if kind == "cache-offloaded" and self.model.device.type != "cuda":
             why_not = f"offloading needs a GPU, the model is on {self.model.device.type}"
+        if kind == "cache-static":
+            why_not = self.model.base_model._interface.not_static
         if kind == "cache-sliding":
             window = self._window()
             if window is None:

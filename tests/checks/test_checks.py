@@ -310,6 +310,12 @@ def test_a_cache_that_lies_about_text(kind, layer, name, monkeypatch):
     assert result.status == BROKEN and "The decoder alone, without an image, " in result.line
 
 
+def test_a_cache_that_the_model_refuses():
+    """A sound model that is called broken, because its decoder has no right static cache."""
+    (result,) = checked(randomize(retrofitted(make_tiny("gpt_neo"))), "cache-static").values()
+    assert result.status == NOT_CHECKED and "GPTNeoForCausalLM" in result.line and "also without blocks" in result.line
+
+
 @needs_part("prefill_chunk_size")
 def test_text_that_a_decoder_forgets():
     """A decoder of custom code that drops its state where text follows cached text."""

@@ -159,7 +159,8 @@ EXPERTS = frozenset(
 dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss
 granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 inkling2_text inkling_text jamba
 jetmoe kimi_linear kolibri1 laguna lara_mini lfm2_moe llama4_text longcat_flash mellum mimo_v2_flash minimax_m2
-minimax_m3_vl_text mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next solar_open zaya""".split()  # noqa: E501
+minimax_m3_vl_text mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next
+sarvam_mla sarvam_moe solar_open zaya""".split()
 )
 
 
