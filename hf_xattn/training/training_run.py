@@ -97,7 +97,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     if finished:  # `Trainer` would take one step more
         _load_weights(model, checkpoint, **hub)
     elif checkpoint is not None and not (checkpoint / SHARDS).is_dir():
-        type(model).from_pretrained(checkpoint, device_map="meta", **hub)  # refused if not whole: `Trainer` only warns
+        # Refused if it is not whole: `Trainer` only warns. What is trained is float32 in a checkpoint.
+        type(model).from_pretrained(checkpoint, device_map="meta", dtype=torch.float32, **hub)
     use_cache = getattr(model.config, "use_cache", None)
     reader = data.reader(*collators)
     use = PictureUseCallback(data.to_compare(), reader, max(2, options.batch_size))

@@ -95,6 +95,19 @@ def test_killed(moment, number, before, skipped, arguments, whole, tmp_path):
     assert "| optimizer steps | 10 |" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_killed_in_bfloat16(arguments, tmp_path):
+    """A warning that a checkpoint is rounded, whose trained weights are read in float32; other weights."""
+    command = [*arguments, "--dtype", "bfloat16", "--steps", "3", "--save-steps", "1"]
+    assert call(killed_runs.command, [*command, "--output", str(tmp_path / "whole")]) == 0
+    command += ["--output", str(tmp_path / "out")]
+    assert call(killed_runs.command, command, "step", 4) == KILLED
+    log = tmp_path / "log"
+    assert call(killed_runs.command, [*command, "--resume"], output=log) == 0, log.read_text()
+    assert "Continuing from" in log.read_text() and "rounded" not in log.read_text()
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
 @pytest.mark.slow
 def test_killed_again_and_again(arguments, whole, tmp_path):
     """A checkpoint that is killed a second time, with files of both times: it looks complete."""
