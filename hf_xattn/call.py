@@ -45,8 +45,6 @@ from .layers.context import CrossAttentionContext, Positions, Recorder
 from .layers.folded_mask import EVERYTHING, fold_mask
 from .layers.image_rows import ImageRows, Slots, refuse_to_cache
 from .layers.position_bias import text_positions, token_positions
-from .learning.frozen import only_images_learn
-from .learning.stand_in import blank_images, blocks_are_units, run_beside, stand_in_images, unseen_layout
 from .utils.distributed import is_distributed
 from .utils.tensor_checks import is_fake, type_name
 
@@ -56,10 +54,6 @@ logger = logging.get_logger(__name__)
 # Reasons why a forward must not write into a cache.
 RECOMPUTES = "Gradient checkpointing runs layers twice"
 SKIPS_LAYERS = "LayerDrop skips layers in training"
-NOTHING_LEARNS = (
-    "No row of this batch has an image, so it trains nothing: only weights that images pass require a gradient. This "
-    "is as it should be if other batches have images."
-)
 OF_TRANSFORMERS = "a cache of transformers, such as `EncoderDecoderCache(DynamicCache(), DynamicCache())`"
 # A value of `output_attentions` for the weights of blocks alone: those of a long text to itself take a lot of memory.
 OF_BLOCKS = "blocks"
@@ -225,11 +219,11 @@ def find_images(model: Any, call: Call) -> ImagesOfCall | None:
     encoder = model.image_encoder
     images = _read(call, encoder)
     if images.layout is None:
-        return _stand_in(model, encoder, call)
+        return model.images_of_nobody(call)
     if images.new is None:
-        images = images._replace(zero=run_beside(model, call.starts))
+        images = images._replace(zero=model.zero_of_others(call.starts))
     elif isinstance(call.images, ImageInputs) and not call.images.pass_connector:
-        images = images._replace(zero=run_beside(model, call.starts, projects=True))
+        images = images._replace(zero=model.zero_of_others(call.starts, projects=True))
     if cross is not None and cross.layers:
         if call.uncached is not None and images.new is not None:
             raise ValueError(
@@ -249,20 +243,6 @@ def _check_gradients(cross: CrossCache, call: Call) -> None:
         check_no_gradient(cross.cache_dtype)
 
 
-def _stand_in(model: Any, encoder: ImageEncoder, call: Call) -> ImagesOfCall | None:
-    """An image that no text sees, where other processes wait for blocks, or a loss needs a gradient. None otherwise."""
-    waited_for = is_distributed() and torch.is_grad_enabled()
-    if waited_for or (call.trains and not _embeddings_learn(call) and only_images_learn(model)):
-        if not waited_for and not torch.compiler.is_compiling():
-            logger.warning_once(NOTHING_LEARNS)
-        nobodys = stand_in_images(encoder, call.rows)
-        return ImagesOfCall(nobodys, nobodys.layout, None, stands_in=True)
-    run_beside(model, call.starts)
-    if not (is_distributed() and blocks_are_units(model.text_model)):
-        return None
-    return ImagesOfCall(None, unseen_layout(call.rows, 1, call.device), None, stands_in=True)
-
-
 def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:
     if isinstance(call.images, PreparedImages):
         return ImagesOfCall(None, call.images.cross.layout, call.images.mask)
@@ -280,7 +260,7 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
     """
     layout, mask, rows = images.layout, images.mask, images.rows
     assert layout is not None
-    if images.stands_in:
+    if images.unseen:
         assert layout.token_mask is not None
         return Decision(layout.token_mask[:, None], None, False)
     progress = TextProgress(history=None) if call.cache is None else call.cache.progress
@@ -308,9 +288,9 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
 
 def see(model: Any, call: Call, images: ImagesOfCall) -> CrossCache:
     """The keys and values of all images. Every block projects the new ones, once. The cache is not changed."""
-    if images.stands_in and images.new is None:
-        return blank_images(model, call.rows)
-    cross, zero = CrossCache() if call.cross is None or images.stands_in else call.cross, images.zero
+    if images.ready is not None:
+        return images.ready
+    cross, zero = CrossCache() if call.cross is None or images.unseen else call.cross, images.zero
     if images.new is None:
         return cross if zero is None else cross.plus_zero(zero)
     assert images.layout is not None
@@ -343,7 +323,7 @@ def make_context(
         visible=visible,
         slots=None if rows is None else Slots(rows.slots, rows.places),
         positions=positions,
-        recorder=None if images.stands_in else Recorder(call.output_attentions),
+        recorder=None if images.unseen else Recorder(call.output_attentions),
     )
 
 
@@ -361,7 +341,7 @@ def commit(
     cache = call.cache
     assert cache is not None
     cross = cache.cross_attention_cache
-    if images is not None and not images.stands_in:
+    if images is not None and not images.unseen:
         assert images.layout is not None and decision is not None and seen is not None
         if images.new is None:
             cross.layout = images.layout
@@ -464,8 +444,3 @@ def _warn_of_constant_images(cross: CrossCache, encoder: ImageEncoder) -> None:
             "the images instead of a cache. To train only the other weights, call `requires_grad_(False)` on these "
             "parts."
         )
-
-
-def _embeddings_learn(call: Call) -> bool:
-    embeddings = call.text.get("inputs_embeds")
-    return embeddings is not None and embeddings.requires_grad

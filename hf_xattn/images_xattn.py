@@ -9,30 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import logging
 
 from .cache.cross_cache import CrossCache, KeyValue, append, check_fits
-from .cache.image_cache import ImageCache, device_of
+from .cache.image_cache import ImageCache
 from .cache.image_layout import ImageLayout
 from .cache.int8_cache import as_stored, check_cache_dtype, check_no_gradient
 from .cache.xattn_cache import XAttnCache
 from .checkpoints.block_sets import XAttnSetsMixin
-from .checkpoints.model_identity import ModelIdentity
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface
 from .images.connector import XAttnConnector
 from .images.conversation import ImagesOfCall, TextOfCall, read_images
-from .images.image_encoder import ImageEncoder
+from .images.image_encoder import ImageEncoder, ImageSource
 from .images.image_inputs import ImageInputs
 from .images.image_positions import place_in_row
-from .images.image_store import ImageStore, StoreReader
 from .layers.block import GatedCrossAttentionBlock, cross_attention_blocks
 from .layers.context import KEYWORD, ImageTokens
-from .learning.stand_in import run_beside
 from .utils.distributed import fsdp_forward, is_distributed
 from .utils.transformers_api import takes_cache
 
@@ -48,8 +44,6 @@ class XAttnImagesMixin(XAttnSetsMixin):
     vision_tower: PreTrainedModel | None
     connector: XAttnConnector | None
     _interface: DecoderInterface
-    _identity: ModelIdentity
-    _image_store: ImageStore | None = None
     checks_images: bool = False  # see `maps/image_checks.py`
 
     @property
@@ -67,57 +61,28 @@ class XAttnImagesMixin(XAttnSetsMixin):
         self._check_active()
         return self.blocks[0].attn.k_proj.weight
 
+    # Places of extras, which `extras_xattn.py` fills. What stands here is for one process without a store.
+
     def image_identity(self) -> str:
-        """Identity of configuration and weights that encode images, see `checkpoints/model_identity.py`."""
-        return self._identity.current(self._image_parts())
+        """Identity of configuration and weights that encode images."""
+        raise NotImplementedError
 
-    def _image_parts(self) -> dict[str, nn.Module]:
-        """The modules that images pass on their way to keys and values, by name."""
-        parts: dict[str, nn.Module] = {}
-        for block in self.blocks:
-            parts.update((f"blocks.{block.layer_idx}.{name}", part) for name, part in block.attn.image_parts())
-        if self.vision_tower is not None and self.connector is not None:
-            parts.update(vision_tower=self.vision_tower, connector=self.connector)
-        return parts
+    def find_source(self, made_by: str | None) -> ImageSource | None:
+        """Where `add_images` may find images that are encoded already. `made_by`: this model's identity, if known."""
+        return None
 
-    def enable_image_store(self, max_bytes: int = 2**30, dtype: str | None = None) -> None:
-        """Keeps encoded images by content: `generate` and `encode_images` encode an image once, ever. Off by default.
+    def images_of_nobody(self, call: Any) -> ImagesOfCall | None:
+        """Images that no text sees, for a [`Call`] without images in which blocks must run nevertheless."""
+        return None
 
-        Images are stored one by one, so a call may combine stored and new images, in any rows and places. The results
-        are equal to those without a store, up to the rounding of a batch of another size. Features
-        (`cross_attention_states`) without an axis of images are one image a row.
-
-        The store is left aside in training mode, where gradients are recorded (`encode_images` outside of
-        `torch.no_grad()`), in compiled code and in a run of several processes, whose collectives must match.
-
-        The first call after a change of weights, adapters, dtype or devices drops all images (see
-        `checkpoints/model_identity.py`). Some changes are not noticed: a write to a weight through `.data` or a NumPy
-        view, a hook on the vision tower, the connector or a K/V projection. After such a
-        change, call `model.image_store.clear()`.
+    def zero_of_others(self, starts: bool, projects: bool = False) -> torch.Tensor | None:
+        """A zero that depends on weights which this call does not use, and other processes do.
 
         Args:
-            max_bytes (`int`): bytes that keys and values may take. An existing store keeps the images that fit.
-            dtype (`str`, *optional*): `"int8"` stores images in int8 (see `cache/int8_cache.py`): about half as many
-                bytes as in bfloat16. New caches of calls that use the store are in int8, too. None: the dtype that the
-                model computes in. A store that exists drops all images if its dtype changes.
-
-        Raises:
-            TypeError: for a `max_bytes` that is no integer, or a `dtype` that is no text.
-            ValueError: for a `max_bytes` below 1, or another `dtype`.
+            starts (`bool`): whether a text starts with the call.
+            projects (`bool`): whether the call projects keys and values.
         """
-        if self._image_store is None:
-            self._image_store = ImageStore(max_bytes, dtype)
-        else:
-            self._image_store.resize(max_bytes, dtype)
-
-    def disable_image_store(self) -> None:
-        """Drops the store of [`enable_image_store`] with all its images."""
-        self._image_store = None
-
-    @property
-    def image_store(self) -> ImageStore | None:
-        """The [`ImageStore`] of [`enable_image_store`], with `nbytes`, `hits` and `misses`; None if it is off."""
-        return self._image_store
+        return None
 
     def get_image_features(
         self,
@@ -269,7 +234,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
 
         Args:
             made_by (`str`, *optional*): this model's identity, for a cache that outlives the call without a text.
-            cache_dtype (`str`, *optional*): of a cache that holds no images yet. None: that of the store.
+            cache_dtype (`str`, *optional*): of a cache that holds no images yet. None: that of the source.
 
         Returns:
             [`ImagesOfCall`]: with the caller's mask for the text to come.
@@ -280,19 +245,19 @@ class XAttnImagesMixin(XAttnSetsMixin):
         self._check_made_here(cross)
         if self._sets is not None:
             self._check_set(cross)
-        store = None if self._image_store is None or inputs.images is None else self._read_store(made_by)
+        source = None if inputs.images is None else self.find_source(made_by)
         target = cross
         if not cross.layers:
-            target = CrossCache(store.dtype if cache_dtype is None and store is not None else cache_dtype)
+            target = CrossCache(source.dtype if cache_dtype is None and source is not None else cache_dtype)
         if inputs.images is not None:
             check_no_gradient(target.cache_dtype)
-        images = read_images(self.image_encoder, inputs, cache, text, record_content=True, store=store)
+        images = read_images(self.image_encoder, inputs, cache, text, record_content=True, source=source)
         zero = None
         nothing_new = images.new is None and images.stored is None
         if nothing_new or not inputs.pass_connector:
-            zero = run_beside(self, starts=True, projects=not nothing_new)
+            zero = self.zero_of_others(starts=True, projects=not nothing_new)
         if images.stored is not None:
-            keys_values = images.stored.grid.keys_values(target, self.config.cross_attention_config.quiet_softmax)
+            keys_values = images.stored.found.keys_values(target, self.config.cross_attention_config.quiet_softmax)
             cross.fill(images.stored.layout, keys_values, made_by)
             cache.mark_updated(len(keys_values))
         elif images.new is not None:
@@ -308,30 +273,6 @@ class XAttnImagesMixin(XAttnSetsMixin):
             cross.read_by = self._mark
             cache.note_images(0, text.new) if text.rows is not None else cache.note_images(1)
         return images
-
-    def _read_store(self, identity: str | None) -> StoreReader | None:
-        """The store for one call; None where it must be left aside. `identity`: this model's, where it is known."""
-        assert self._image_store is not None
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return None
-        if any(module.training for part in self._image_parts().values() for module in part.modules()):
-            return None  # dropout
-        if is_distributed():
-            logger.warning_once("The image store is left aside in a run of several processes.")
-            return None
-        devices = [device_of(block.attn.k_proj) for block in self.blocks]
-        tower_device = None if self.vision_tower is None else self.vision_tower.device
-        kinds = sorted({device.type for device in devices})
-        dtype = self._image_store.dtype
-        precision = [str(torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-        return StoreReader(
-            self._image_store,
-            lambda: f"{self.image_identity() if identity is None else identity} {devices} {tower_device}",
-            f"autocast {precision} {dtype}",
-            lambda states, layout: self.project_images(states, CrossCache(dtype), layout),
-            self.config.cross_attention_config.quiet_softmax,
-            dtype,
-        )
 
     def project_images(
         self, states: torch.Tensor, cross: CrossCache, layout: ImageLayout | None = None
@@ -390,19 +331,6 @@ class XAttnDelegationMixin:
     def encode_images(self, *args, **kwargs) -> XAttnCache:
         """See [`XAttnModel.encode_images`]."""
         return self.model.encode_images(*args, **kwargs)
-
-    def enable_image_store(self, max_bytes: int = 2**30, dtype: str | None = None) -> None:
-        """See [`XAttnModel.enable_image_store`]."""
-        self.model.enable_image_store(max_bytes, dtype)
-
-    def disable_image_store(self) -> None:
-        """See [`XAttnModel.disable_image_store`]."""
-        self.model.disable_image_store()
-
-    @property
-    def image_store(self) -> ImageStore | None:
-        """See [`XAttnModel.image_store`]."""
-        return self.model.image_store
 
     def image_identity(self) -> str:
         """See [`XAttnModel.image_identity`]."""

@@ -20,15 +20,13 @@ from transformers.modeling_outputs import (
 
 from .cache.xattn_cache import whole_or_not_at_all
 from .call import SKIPS_LAYERS, Call, commit, decide, find_images, make_context, read_call, see
-from .checkpoints.model_identity import ModelIdentity
-from .checkpoints.pretrained import XAttnPreTrainedModel, forget_untied, keep_weights
-from .checkpoints.removal import leave_out_added, recorded
+from .checkpoints.pretrained import XAttnPreTrainedModel
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface, find_decoder, headless
 from .decoders.insertion import check_insertable, insert_blocks
-from .decoders.quantization import adopt_quantizer, share_quantizer
+from .decoders.loss import IGNORED, LossInputs, loss_over_all_logits, mask_labels
 from .decoders.text_inputs import check_labels, check_side_by_side, check_text, name_wrong_positions
-from .decoders.vocabulary import extend_vocabulary
+from .extras_xattn import XAttnExtrasMixin, XAttnOuterExtrasMixin
 from .generation_xattn import XAttnGenerationMixin
 from .images.connector import XAttnConnector, new_connector
 from .images.conversation import PreparedImages, given_images
@@ -38,15 +36,14 @@ from .images.vision import build_tower, is_tiled
 from .images_xattn import XAttnDelegationMixin, XAttnImagesMixin
 from .layers.context import CrossAttentionContext
 from .layers.image_rows import refuse_data_parallel
-from .learning.frozen import give_gradient, keep_frozen_in_eval
-from .learning.loss import IGNORED, LossInputs, loss_over_all_logits, mask_labels
+from .learning.frozen import give_gradient
 from .outputs_xattn import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .utils.custom_code import build_part
 from .utils.tensor_checks import check_integers, check_tensor
 from .utils.transformers_api import CACHE, name_causal_lm, takes_cache
 
 
-class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
+class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
     """Decoder, blocks, connector and vision tower. Returns hidden states.
 
     Args:
@@ -64,50 +61,22 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         vision_tower: PreTrainedModel | None = None,
     ):
         super().__init__(config)
-        given = text_model is not None
+        was_given = text_model is not None
         if text_model is None:
             text_model = build_part(AutoModelForCausalLM, config.text_config)
         if vision_tower is not None and not is_tiled(vision_tower.config):
             check_tower_class("vision_tower", type(vision_tower))
         check_insertable(text_model)
         self._interface = DecoderInterface.of(text_model)
-        self._identity = ModelIdentity(config)
-        with recorded(text_model, given) as insertion:
-            if given:
-                keep_weights(text_model)
-                forget_untied(text_model)
-            self._put_together(config, text_model, vision_tower)
-            self._inserted = insertion.mark
-
-    def _put_together(
-        self, config: XAttnConfig, text_model: PreTrainedModel, vision_tower: PreTrainedModel | None
-    ) -> None:
-        if vision_tower is not None:
-            keep_weights(vision_tower)
-        if config.additional_vocab_size:
-            in_head, scaled = config.additional_vocab_in_head, config.additional_vocab_scaled
-            extend_vocabulary(text_model, config.additional_vocab_size, in_head, scaled)
-        split = insert_blocks(text_model, config)
-        self.text_model = text_model
-        self.vision_tower = self.connector = None
-        if config.vision_config is not None:
-            self.vision_tower = build_tower(config.vision_config) if vision_tower is None else vision_tower
-            self.connector = XAttnConnector(config) if vision_tower is None else new_connector(config, vision_tower)
-        self._no_split_modules = [*(text_model._no_split_modules or []), *split]
-        adopt_quantizer(self, text_model)
-        self.post_init()
-        leave_out_added(text_model)  # later, `post_init` would take over what the text model leaves out
-
-    def train(self, mode: bool = True) -> XAttnModel:
-        """`nn.Module.train`, but frozen modules stay in evaluation mode (see `learning/frozen.py`)."""
-        super().train(mode)
-        if mode:
-            for part in (self.text_model, self.connector, self.vision_tower):
-                if part is not None:
-                    keep_frozen_in_eval(part)
-            if self.vision_tower is not None and not any(p.requires_grad for p in self.vision_tower.parameters()):
-                self.vision_tower.eval()  # also its checkpointed layers: no gradient passes through them
-        return self
+        with self.taking_over(text_model, was_given, vision_tower):
+            split = insert_blocks(text_model, config)
+            self.text_model = text_model
+            self.vision_tower = self.connector = None
+            if config.vision_config is not None:
+                self.vision_tower = build_tower(config.vision_config) if vision_tower is None else vision_tower
+                self.connector = XAttnConnector(config) if vision_tower is None else new_connector(config, vision_tower)
+            self._no_split_modules = [*(text_model._no_split_modules or []), *split]
+            self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.text_model.get_input_embeddings()
@@ -323,7 +292,9 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         return result if return_dict else result.to_tuple()
 
 
-class XAttnForConditionalGeneration(XAttnGenerationMixin, XAttnPreTrainedModel, XAttnDelegationMixin, GenerationMixin):
+class XAttnForConditionalGeneration(
+    XAttnGenerationMixin, XAttnOuterExtrasMixin, XAttnPreTrainedModel, XAttnDelegationMixin, GenerationMixin
+):
     """[`XAttnModel`] with the decoder's head, a loss and `generate`.
 
     Args:
@@ -349,7 +320,6 @@ class XAttnForConditionalGeneration(XAttnGenerationMixin, XAttnPreTrainedModel, 
         if text_model is not None:
             self.generation_config = text_model.generation_config
         self._is_stateful = self.model.text_model._is_stateful
-        share_quantizer(self.model, self)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from .checkpoints.bases import check_load_kwargs, load_text, load_vision, note_base, text_config_of, vision_config_of
 from .checkpoints.gguf_files import split_gguf
 from .checkpoints.own_parts import refuse_adapter_layers
+from .checkpoints.quantization import return_quantizer
 from .checkpoints.removal import (
     INSERTION,
     Insertion,
@@ -20,10 +21,9 @@ from .checkpoints.removal import (
     recorded,
     take_out,
 )
+from .checkpoints.text_half import text_half
 from .configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
 from .decoders.derived import original_class
-from .decoders.quantization import return_quantizer
-from .decoders.text_half import text_half
 from .images.grid_code import is_square
 from .images.measure import Measured, measured, measured_features
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel

@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 
-from ..decoders.quantization import check_requantizable, quantization_of_text, without_quantizer
 from ..utils.checkpoint_files import CARD, sha256_of
 from ..utils.distributed import saved_by_one
 from ..utils.quantized_weights import first_quantized, is_quantized, plain_tensors
@@ -22,6 +21,7 @@ from .adapters import FORMAT, PARTS, digest_of_shapes, fingerprint, weights_of, 
 from .bases import BaseSource, base_of, named_base
 from .folders import MANIFEST, WEIGHTS, check_target, weight_files_of
 from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers
+from .quantization import check_requantizable, quantization_of_text, without_quantizer
 
 
 def save_adapter(

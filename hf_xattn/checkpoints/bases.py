@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..decoders.insertion import check_kind
-from ..decoders.text_half import composite_class, is_composite, text_half, text_half_config
 from ..images.tower import check_comes_back, check_tower_class, check_tower_config
 from ..utils.architectures import TILED_VISION_TYPES, architecture
 from ..utils.checkpoint_files import both_readings, check_source, refuse_pickled
@@ -30,6 +29,7 @@ from ..utils.towers import own_class
 from ..utils.transformers_api import resolve_revision
 from .folders import check_config_file, check_folder, check_size, refuse_pickles
 from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
+from .text_half import composite_class, is_composite, text_half, text_half_config
 
 
 WHERE = ("revision", "subfolder", "gguf_file")  # of a base in its repository or folder

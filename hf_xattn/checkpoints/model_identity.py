@@ -59,6 +59,27 @@ DROPPED = (
 ).split()
 
 
+class XAttnIdentityMixin:
+    """The identity of [`XAttnModel`]."""
+
+    _identity: ModelIdentity | None = None
+
+    def image_identity(self: Any) -> str:
+        """Identity of configuration and weights that encode images, see `checkpoints/model_identity.py`."""
+        if self._identity is None:
+            self._identity = ModelIdentity(self.config)
+        return self._identity.current(self._image_parts())
+
+    def _image_parts(self: Any) -> dict[str, nn.Module]:
+        """The modules that images pass on their way to keys and values, by name."""
+        parts: dict[str, nn.Module] = {}
+        for block in self.blocks:
+            parts.update((f"blocks.{block.layer_idx}.{name}", part) for name, part in block.attn.image_parts())
+        if self.vision_tower is not None and self.connector is not None:
+            parts.update(vision_tower=self.vision_tower, connector=self.connector)
+        return parts
+
+
 class ModelIdentity:
     """Computes the identity of the image side of a model."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +17,9 @@ from transformers import initialization as init
 from ..configuration_xattn import XAttnConfig
 from ..decoders.activation_wrappers import refuse_reentrant
 from ..decoders.insertion import BLOCKS
-from ..decoders.quantization import finish_quantized, keep_added_precise
+from ..decoders.vocabulary import extend_vocabulary
 from ..layers.block import GatedCrossAttentionBlock
-from ..learning.frozen import give_gradient_to_inputs
+from ..learning.frozen import give_gradient_to_inputs, keep_frozen_in_eval
 from ..learning.lost_updates import warn_of_half_precision
 from ..learning.sharding import XAttnUnitsMixin, block_plan, fsdp_plan
 from ..utils.checkpoint_files import Stored
@@ -39,6 +41,8 @@ from .folders import (
     warn_of_rounding,
 )
 from .own_parts import warn_of_own_parts, warn_of_tower, warn_of_weights_left_out
+from .quantization import adopt_quantizer, finish_quantized, keep_added_precise, share_quantizer
+from .removal import leave_out_added, recorded
 from .saved_names import named_as_in_memory
 from .saving import XAttnSavingMixin
 
@@ -83,24 +87,62 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         """
         _initialize(self, self)
 
+    @contextlib.contextmanager
+    def taking_over(
+        self, text_model: PreTrainedModel, was_given: bool, vision_tower: PreTrainedModel | None
+    ) -> Iterator[None]:
+        """Inside, an [`XAttnModel`] is put together: its parts keep their weights, and what changes is noted.
+
+        After an error nothing is changed. `was_given`: whether the text model existed before.
+        """
+        with recorded(text_model, was_given) as insertion:
+            if was_given:
+                keep_weights(text_model)
+                forget_untied(text_model)
+            if vision_tower is not None:
+                keep_weights(vision_tower)
+            config = self.config
+            if config.additional_vocab_size:
+                in_head, scaled = config.additional_vocab_in_head, config.additional_vocab_scaled
+                extend_vocabulary(text_model, config.additional_vocab_size, in_head, scaled)
+            yield
+            leave_out_added(text_model)  # after `post_init`, which would take over what the text model leaves out
+            self._inserted = insertion.mark
+
     def post_init(self) -> None:
         """`PreTrainedModel.post_init`, and a list of what stays in float32 that names what the blocks have."""
+        text_model, body = self._modules.get("text_model"), self._modules.get("model")
+        if isinstance(text_model, PreTrainedModel):
+            adopt_quantizer(self, text_model)
+        elif isinstance(body, PreTrainedModel):
+            share_quantizer(body, self)
         super().post_init()
         others = {kept for kept in self._keep_in_fp32_modules_strict if not kept.startswith(BLOCKS)}
         found = (PRECISE_WEIGHT.search(name) for name, _ in self.named_parameters())
         self._keep_in_fp32_modules_strict = others | {match[1] for match in found if match is not None}
 
     def train(self, mode: bool = True) -> Any:
-        """`nn.Module.train`. Warns of what training or saving will stumble over."""
+        """`nn.Module.train`, but frozen modules stay in evaluation mode (see `learning/frozen.py`).
+
+        Warns of what training or saving will stumble over.
+        """
         super().train(mode)
         if mode:
             warn_of_tower(self)
             if getattr(self, "_hf_peft_config_loaded", False):
                 warn_of_weights_left_out(self)
         if mode and self.base_model is self:
+            self._keep_frozen_in_eval()
             warn_of_half_precision(self)
             warn_of_own_parts(self)
         return self
+
+    def _keep_frozen_in_eval(self: Any) -> None:
+        for part in (self.text_model, self.connector, self.vision_tower):
+            if part is not None:
+                keep_frozen_in_eval(part)
+        if self.vision_tower is not None and not any(weight.requires_grad for weight in self.vision_tower.parameters()):
+            self.vision_tower.eval()  # also its checkpointed layers: no gradient passes through them
 
     def _set_gradient_checkpointing(self, *args, **kwargs) -> None:
         refuse_reentrant(kwargs.get("gradient_checkpointing_func"))

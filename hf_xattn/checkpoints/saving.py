@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..decoders.quantization import check_savable
 from ..utils.checkpoint_files import CARD, SHARDS, SHARDS_OF_RANKS
 from ..utils.custom_code import save_code, save_parts_code
 from ..utils.distributed import gathered_weights, is_distributed, is_sharded_by_transformers
@@ -28,6 +27,7 @@ from ..utils.transformers_api import is_blank_card
 from ..utils.whole_folder import WholeFolder
 from .folders import MANIFEST, check_adapter_target, check_target, weight_files_of
 from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers, refuse_own_parts, warn_of_weights_left_out
+from .quantization import check_savable
 from .saved_names import rules_of_parts
 
 

@@ -17,9 +17,9 @@ from ..checkpoints.adapters import weights_of, without_ties
 from ..checkpoints.bases import load_text, text_config_of
 from ..checkpoints.gguf_files import split_gguf
 from ..checkpoints.own_parts import adapter_layers
+from ..checkpoints.quantization import quantization_of_text
 from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
-from ..decoders.quantization import quantization_of_text
 from ..utils.quantized_weights import first_quantized, is_quantized
 from .measures import BROKEN, HOLDS, NOT_CHECKED, Result, largest_difference, listed, number, random_text
 

@@ -22,10 +22,9 @@ from ..cache.xattn_cache import XAttnCache
 from ..configuration_xattn import XAttnConfig
 from ..layers.image_rows import ImageRows
 from ..utils.tensor_checks import is_fake, type_name
-from .image_encoder import ImageEncoder, NewImages, StoredImages
+from .image_encoder import ImageEncoder, ImageSource, NewImages, StoredImages
 from .image_inputs import NO_IMAGES, ImageInputs
 from .image_positions import check_hides_last, place_in_samples
-from .image_store import StoreReader
 from .placement import check_known_mask
 
 
@@ -52,10 +51,11 @@ class ImagesOfCall(NamedTuple):
     new: NewImages | None  # images to encode
     layout: ImageLayout | None  # of all images, the cached ones first; None if there are no images
     mask: CallersMask | None  # the caller's decision for the text that follows
-    stored: StoredImages | None = None  # in place of `new`, where a call has a store
+    stored: StoredImages | None = None  # in place of `new`, where a source knows the images
     rows: ImageRows | None = None  # the image row of each text row; None if they are shared in equal numbers, in order
-    zero: torch.Tensor | None = None  # of weights that other processes use (`learning/stand_in.py`)
-    stands_in: bool = False  # these are images that no text sees
+    zero: torch.Tensor | None = None  # of weights that other processes use (`XAttnImagesMixin.zero_of_others`)
+    unseen: bool = False  # these are stand-in images that no text sees (`XAttnImagesMixin.images_of_nobody`)
+    ready: CrossCache | None = None  # their keys and values, if nothing has to be computed
 
 
 def read_images(
@@ -64,7 +64,7 @@ def read_images(
     cache: XAttnCache | None,
     text: TextOfCall,
     record_content: bool,
-    store: StoreReader | None = None,
+    source: ImageSource | None = None,
 ) -> ImagesOfCall:
     """Encodes the new images of a call, and extends its masks to all images. The cache is not changed."""
     cross = None if cache is None else cache.cross_attention_cache
@@ -81,7 +81,7 @@ def read_images(
             rows = ImageRows.of(inputs.image_rows, inputs.images.shape[0])
         if text.packed is not None:
             inputs = place_in_samples(encoder.config, inputs, text.packed, rows)
-    new, axes = encoder.read(inputs, cached, record_content, store)
+    new, axes = encoder.read(inputs, cached, record_content, source)
     layout = cached
     if cache is not None and new is not None and inputs.images is not None:
         all_see = encoder.config.image_visibility == "all"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from ..cache.cross_cache import CrossCache, KeyValue
 from ..cache.digests import Digests, digests_of
 from ..cache.image_layout import ImageLayout, rows_to
 from ..cache.pytrees import dataclass_node
@@ -21,7 +22,6 @@ from .finite_images import check_encoded, check_given, without_padding_images, w
 from .grid_code import check_square
 from .image_inputs import ImageAxis, ImageInputs
 from .image_positions import place_in_row
-from .image_store import ImageGrid, StoreReader
 from .placement import Placement, check_known_mask, place
 from .tower import check_not_trained, states_for_all_weights
 from .vision import Tiles, blank_image, connect, real_tiles_of, run_tower, token_mask_of
@@ -36,10 +36,36 @@ class NewImages:
     layout: ImageLayout  # describes the N tokens
 
 
-class StoredImages(NamedTuple):
-    """Images that a cache does not hold yet, and whose keys and values come from a store."""
+class FoundImages(Protocol):
+    """The images of a call, with keys and values that exist already."""
 
-    grid: ImageGrid
+    @property
+    def tokens(self) -> int: ...  # of an image
+
+    @property
+    def device(self) -> torch.device: ...  # of the image features
+
+    def keys_values(self, cross: CrossCache, null_key: bool) -> list[KeyValue]: ...  # for [`CrossCache.fill`]
+
+
+class ImageSource(Protocol):
+    """Where images may be found that are encoded already (`storage/image_store.py` is one)."""
+
+    dtype: str | None  # of keys and values, see [`CrossCache`]
+
+    def read(
+        self,
+        images: ImageInputs,
+        real: torch.Tensor | None,
+        dtype: torch.dtype,
+        encode: Callable[[ImageInputs], torch.Tensor],
+    ) -> FoundImages | None: ...
+
+
+class StoredImages(NamedTuple):
+    """Images that a cache does not hold yet, and that a source knows."""
+
+    found: FoundImages
     layout: ImageLayout
 
 
@@ -164,14 +190,14 @@ class ImageEncoder:
         inputs: ImageInputs,
         cached: ImageLayout | None,
         record_content: bool,
-        store: StoreReader | None = None,
+        source: ImageSource | None = None,
     ) -> Reading:
         """Encodes the images of a call that a cache does not hold yet.
 
         Args:
             cached ([`ImageLayout`], *optional*): of the images in the cache.
             record_content (`bool`): take digests of the new images, so that they are known when they come again.
-            store ([`StoreReader`], *optional*): where to look for images that were encoded in earlier calls.
+            source ([`ImageSource`], *optional*): where to look for images that were encoded in earlier calls.
 
         Raises:
             ValueError: if it is not clear which images are new, or if a mask contradicts the cache.
@@ -184,7 +210,7 @@ class ImageEncoder:
             )
         if self.checks_values:
             check_given(inputs)
-            store = None  # it encodes the images of a call in another order
+            source = None  # it encodes the images of a call in another order
         digests = self._digests(inputs) if record_content or cached is not None else None
         placement = Placement(real=inputs.real_images)
         if cached is not None:
@@ -192,7 +218,7 @@ class ImageEncoder:
         assert inputs.images is not None
         new: NewImages | StoredImages | None = None
         if placement.count(inputs.images.shape[1]) and 0 not in inputs.images.shape:
-            new = self._encode(inputs, placement, digests if record_content else None, cached, store)
+            new = self._encode(inputs, placement, digests if record_content else None, cached, source)
         elif inputs.token_mask is not None and cached is not None:
             given = placement.over_cache(inputs.token_mask, inputs.images.shape[1], cached, cached.num_tokens)
             check_known_mask("cross_attention_mask", given, cached)
@@ -204,22 +230,24 @@ class ImageEncoder:
         placement: Placement,
         digests: Digests | None,
         cached: ImageLayout | None,
-        store: StoreReader | None,
+        source: ImageSource | None,
     ) -> NewImages | StoredImages:
         images = place_in_row(self.config, inputs.each_image(placement.take), placement.real, cached)
         assert images.images is not None
         rows, num_images = images.images.shape[:2]
-        if store is not None and inputs.token_mask is not None and not images.pass_connector:
+        if source is not None and inputs.token_mask is not None and not images.pass_connector:
             given = placement.of_new_images(inputs.token_mask, num_images * images.images.shape[2], cached)
             shown = without_padding_tokens(images.images, given)
             # Finite padding stays: the same features are found again beside another mask.
             images = replace(images, images=torch.where(images.images.isfinite(), images.images, shown))
-        grid = None if store is None else store.read(images, placement.real, self._dtype_of(images), self._features_of)
-        if grid is None:
+        found = None
+        if source is not None:
+            found = source.read(images, placement.real, self._dtype_of(images), self._features_of)
+        if found is None:
             features = self._features_of(images, placement)
             tokens, device = features.shape[2], features.device
         else:
-            tokens, device = grid.first.tokens, grid.first.device
+            tokens, device = found.tokens, found.device
         token_mask = token_mask_of(images.tiles, placement.real, tokens)
         if inputs.token_mask is not None:
             given = placement.of_new_images(inputs.token_mask, num_images * tokens, cached)
@@ -227,8 +255,8 @@ class ImageEncoder:
             token_mask = given if token_mask is None else rows_to(given, both) & rows_to(token_mask, both)
         content = None if digests is None else (placement.digests(digests, 1 if inputs.pass_connector else tokens),)
         layout = ImageLayout.of((tokens,) * num_images, device, token_mask, placement.real, content)
-        if grid is not None:
-            return StoredImages(grid, layout)
+        if found is not None:
+            return StoredImages(found, layout)
         # Also where the real tokens are taken: compiled code reads padding, too.
         return NewImages(without_padding_tokens(features, token_mask).flatten(1, 2), layout)
 

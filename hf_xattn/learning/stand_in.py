@@ -19,15 +19,53 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from ..cache.cross_cache import CrossCache, KeyValue
 from ..cache.image_layout import ImageLayout
 from ..decoders.insertion import BLOCKS
+from ..images.conversation import ImagesOfCall
 from ..images.image_encoder import ImageEncoder, NewImages
 from ..images.vision import blank_image, connect, is_tiled
 from ..utils.architectures import vision_feature_size
 from ..utils.distributed import compute_device, has_units, is_distributed
 from ..utils.parts import CONNECTORS
+from .frozen import only_images_learn
+
+
+logger = logging.get_logger(__name__)
+
+NOTHING_LEARNS = (
+    "No row of this batch has an image, so it trains nothing: only weights that images pass require a gradient. This "
+    "is as it should be if other batches have images."
+)
+
+
+class XAttnStandInMixin:
+    """What [`XAttnModel`] runs for other processes, and for a loss that would have no gradient."""
+
+    def images_of_nobody(self: Any, call: Any) -> ImagesOfCall | None:
+        """An image that no text sees, where other processes wait for blocks, or a loss needs a gradient."""
+        waited_for = is_distributed() and torch.is_grad_enabled()
+        if waited_for or (call.trains and not _embeddings_learn(call) and only_images_learn(self)):
+            if not waited_for and not torch.compiler.is_compiling():
+                logger.warning_once(NOTHING_LEARNS)
+            nobodys = stand_in_images(self.image_encoder, call.rows)
+            return ImagesOfCall(nobodys, nobodys.layout, None, unseen=True)
+        run_beside(self, call.starts)
+        if not (is_distributed() and blocks_are_units(self.text_model)):
+            return None
+        cross = blank_images(self, call.rows, call.device)
+        return ImagesOfCall(None, cross.layout, None, unseen=True, ready=cross)
+
+    def zero_of_others(self: Any, starts: bool, projects: bool = False) -> torch.Tensor | None:
+        """See [`run_beside`]."""
+        return run_beside(self, starts, projects)
+
+
+def _embeddings_learn(call: Any) -> bool:
+    embeddings = call.text.get("inputs_embeds")
+    return embeddings is not None and embeddings.requires_grad
 
 
 def stand_in_images(encoder: ImageEncoder, rows: int) -> NewImages:
@@ -36,10 +74,10 @@ def stand_in_images(encoder: ImageEncoder, rows: int) -> NewImages:
     return NewImages(states, unseen_layout(rows, states.shape[1], states.device))
 
 
-def blank_images(model: Any, rows: int) -> CrossCache:
-    """Keys and values of one image for each row, which no text sees. Nothing is computed."""
+def blank_images(model: Any, rows: int, device: torch.device) -> CrossCache:
+    """Keys and values of one image for each row, which no text on `device` sees. Nothing is computed."""
     config = model.config.cross_attention_config
-    device, dtype = _device_and_dtype(model.image_encoder)
+    _, dtype = _device_and_dtype(model.image_encoder)
     seen = CrossCache()
     pairs: list[KeyValue] = []
     for block in model.blocks:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..data.loading import Rows
 from ..data.pictures import picture_of, picture_parts
-from ..learning.loss import IGNORED
+from ..decoders.loss import IGNORED
 from .bad_rows import BadRowError, BadRowsFile, Place, RowReader, reason_of, resolved
 from .collator import XAttnDataCollator
 from .labelled_logits import LabelledLogitsTrainer, shifted

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..learning.loss import IGNORED
+from ..decoders.loss import IGNORED
 from .started_rate import StartedRateTrainer
 
 

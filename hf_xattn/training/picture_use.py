@@ -15,7 +15,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from ..learning.loss import IGNORED
+from ..decoders.loss import IGNORED
 from ..utils.config_checks import check_positive_int
 from ..utils.tensor_checks import type_name
 from .freezing import body_of

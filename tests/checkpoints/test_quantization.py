@@ -14,7 +14,7 @@ from training_examples import CAPTIONS, write_examples
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel, freeze_base, retrofit
-from hf_xattn.decoders.quantization import KEPT, keep_added_precise
+from hf_xattn.checkpoints.quantization import KEPT, keep_added_precise
 
 
 IDS, PIXELS = token_ids(), pixels().bfloat16()

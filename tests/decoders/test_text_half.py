@@ -8,7 +8,7 @@ from tiny_models import randomize
 from transformers import Qwen2VLConfig
 
 from hf_xattn import retrofit
-from hf_xattn.decoders.text_half import composite_class, text_half
+from hf_xattn.checkpoints.text_half import composite_class, text_half
 
 
 IDS = torch.randint(4, 80, (2, 7), generator=torch.Generator().manual_seed(1))

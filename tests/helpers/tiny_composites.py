@@ -13,7 +13,7 @@ from transformers import (
     SmolVLMConfig,
 )
 
-from hf_xattn.decoders.text_half import composite_class
+from hf_xattn.checkpoints.text_half import composite_class
 
 
 SMALL = {

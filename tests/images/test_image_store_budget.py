@@ -13,8 +13,8 @@ from marked_models import generate
 from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn import XAttnForConditionalGeneration
-from hf_xattn.images import image_store
-from hf_xattn.images.image_store import ImageStore, StoredImage
+from hf_xattn.storage import image_store
+from hf_xattn.storage.image_store import ImageStore, StoredImage
 from hf_xattn.utils.transformers_api import CACHE
 
 
@@ -208,8 +208,8 @@ def test_costs_nothing_where_it_is_not_asked(monkeypatch):
     hashing, identity = image_store.content_keys, type(model.model).image_identity
     monkeypatch.setattr(image_store, "content_keys", lambda *a, **k: calls.update(["hash"]) or hashing(*a, **k))
     monkeypatch.setattr(type(model.model), "image_identity", lambda self: calls.update(["id"]) or identity(self))
-    read = type(model.model)._read_store
-    monkeypatch.setattr(type(model.model), "_read_store", lambda *a: calls.update(["read"]) or read(*a))
+    read = image_store.StoreReader.read
+    monkeypatch.setattr(image_store.StoreReader, "read", lambda *a: calls.update(["read"]) or read(*a))
     generate(model, ids, pixel_values=images, max_new_tokens=4)
     assert calls == {}
     with_store(model)
@@ -219,9 +219,9 @@ def test_costs_nothing_where_it_is_not_asked(monkeypatch):
     assert calls == {"hash": 1, "id": 1, "read": 1}
     more = torch.cat([first.sequences, ids[:, :1]], dim=1)
     asked(model, more, pixel_values=images, cache=first[CACHE])
-    assert calls == {"hash": 1, "id": 1, "read": 2}, "the cache knows its images"
+    assert calls == {"hash": 1, "id": 1, "read": 1}, "the cache knows its images"
     model(ids, pixel_values=images)
-    assert calls["read"] == 2
+    assert calls["read"] == 1
 
 
 def test_wrong_device_is_named():

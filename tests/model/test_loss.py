@@ -231,7 +231,7 @@ def test_processes_count_together(monkeypatch):
     """The average number of labels of several processes, which happens to be the number of this one's, markers
     included.
     """
-    monkeypatch.setattr("hf_xattn.learning.loss.is_distributed", lambda: True)
+    monkeypatch.setattr("hf_xattn.decoders.loss.is_distributed", lambda: True)
     model, batch = make_model(image_token_id=MARKER), Marked().batch(0)
     items = batch["labels"][:, 1:].ne(-100).sum()
     with pytest.raises(ValueError, match="several batches or processes"):

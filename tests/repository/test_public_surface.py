@@ -458,7 +458,11 @@ def test_misspelt_names_are_refused(name, argument):
 
 
 # Called by this package with values that it made; and without arguments.
-INTERNAL = {"add_images", "image_identity", "project_images"}
+# What the core and its extras call on a model.
+INTERNAL = {
+    *("add_images", "image_identity", "project_images", "taking_over"),
+    *("find_source", "images_of_nobody", "zero_of_others"),
+}
 
 
 def test_every_public_function_has_a_table():

@@ -27,9 +27,9 @@ import torch
 from ..cache.cross_cache import CrossCache, KeyValue, append
 from ..cache.image_layout import ImageLayout
 from ..cache.int8_cache import States, as_stored, check_cache_dtype, map_states
+from ..images.image_inputs import ImageInputs
+from ..images.vision import token_mask_of
 from ..utils.tensor_checks import type_name
-from .image_inputs import ImageInputs
-from .vision import token_mask_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +168,16 @@ class ImageGrid:
     def first(self) -> StoredImage:
         """Any of the images: all have the same shapes, dtypes and devices."""
         return next(image for row in self.rows for image in row if image is not None)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of an image."""
+        return self.first.tokens
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the image features."""
+        return self.first.device
 
     def keys_values(self, cross: CrossCache, null_key: bool) -> list[KeyValue]:
         """Returns keys and values of every block for [`CrossCache.fill`]: the cached ones, then those of these images.
