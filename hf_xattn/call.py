@@ -41,10 +41,10 @@ from .images.conversation import (
 )
 from .images.image_encoder import ImageEncoder
 from .images.image_inputs import NO_IMAGES, ImageInputs
-from .layers.context import CrossAttentionContext, Positions, Recorder
+from .layers.context import CrossAttentionContext, Recorder
 from .layers.folded_mask import EVERYTHING, fold_mask
 from .layers.image_rows import ImageRows, Slots, refuse_to_cache
-from .layers.position_bias import text_positions, token_positions
+from .layers.positions import Positions, text_positions, token_positions
 from .utils.distributed import is_distributed
 from .utils.tensor_checks import is_fake, type_name
 

@@ -67,7 +67,7 @@ class XAttnCache(EncoderDecoderCache):
         progress ([`TextProgress`]): what the text has seen of the images.
         text_rows (`int`, *optional*): batch of the cached text; None if there is no text yet.
         text_length (`torch.LongTensor`, *optional*): number of cached text tokens, if the text half does not know it.
-        text_padding (`torch.LongTensor`, *optional*): `(B or 1, 1)`, how many are padding; with `position_bias` only.
+        text_padding (`torch.LongTensor`, *optional*): `(B or 1, 1)`, how many are padding, for position parts.
         broken (`bool`): whether a call has failed whose text cannot be removed. No other call may use the text half.
     """
 

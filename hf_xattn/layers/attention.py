@@ -5,8 +5,8 @@ It differs from self-attention in three ways:
 - The image axis has no causal order. So all queries that share keys and values are folded into one query axis: the
   heads of a K/V group, the text positions, and the text rows that look at the same image. K/V are never repeated,
   neither for GQA nor for beams, and a decode step reads them once.
-- There is no rotary embedding, because image features contain their positions. A context with an order (audio, video)
-  may use T5's relative bias, or a code of positions of one's own.
+- There is no rotary embedding, because image features contain their positions. For a context with an order (audio,
+  video) there are position parts (`layers/positions.py`).
 - The output projection starts at zero (`zero_init`), so a fresh layer changes nothing.
 
 Letters in comments: R image rows, r text rows for each image row, T text tokens, N image tokens, K K/V heads, G query
@@ -20,18 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache.image_layout import rows_to
 from ..cache.int8_cache import States, dense
 from ..cache.real_tokens import RealTokens
 from ..configuration_xattn import CrossAttentionConfig
 from ..utils.distributed import is_distributed
+from ..utils.parts import POSITIONS
 from ..utils.projection import ImageLinear, to_dtype_of
 from ..utils.tensor_checks import check_floating, check_states, check_tensor
 from .context import CrossAttentionContext, ImageTokens, no_context, plain_context
 from .kernels import run_kernel
 from .norms import NORMS, CrossAttentionKeyNorm, CrossAttentionRMSNorm
-from .position_bias import relative_position_bucket
-from .positions import new_position, with_position
+from .positions import SCORE_PARTS, added_to_scores, with_position
 
 
 def zero_init_linear(in_features: int, out_features: int, bias: bool, zero_init: bool) -> nn.Linear:
@@ -82,14 +81,13 @@ class GatedCrossAttention(nn.Module):
         self.v_proj = ImageLinear(config.context_size, key_value_size, bias=bias)
         self.o_proj = zero_init_linear(query_size, config.hidden_size, bias, config.zero_init)
         self.q_norm = CrossAttentionRMSNorm(config.head_dim, config.qk_norm_eps) if config.qk_norm else None
-        self.position = new_position(config) if position is None else position
+        self.position = POSITIONS.make(config.position, config) if position is None else position
         norm_of_keys = CrossAttentionKeyNorm if self.position is None else CrossAttentionRMSNorm
         self.k_norm = norm_of_keys(config.head_dim, config.qk_norm_eps) if config.qk_norm else None
         norm = NORMS[config.norm_type]
         self.context_norm = norm(config.context_size, config.norm_eps) if config.context_norm else None
-        self.relative_attention_bias = (
-            nn.Embedding(config.position_bias_num_buckets, config.num_attention_heads) if config.position_bias else None
-        )
+        for name, part in SCORE_PARTS.items():
+            self.add_module(name, part.make(config))
 
     def forward(
         self,
@@ -206,12 +204,11 @@ class GatedCrossAttention(nn.Module):
         num_heads = query.shape[2]
         group = num_heads // kv_heads
         query = fold_queries(query if slots is None else query[slots], rows, kv_heads)
-        mask = context.mask
-        if mask is not None:
-            mask = self._mask_of_rank(mask, repeats * text_len)
-        position_bias = None
-        if self.relative_attention_bias is not None:
-            position_bias = self._folded_bias(context, text_rows, text_len, key).to(query.dtype)
+        mask = None if context.mask is None else self._mask_of_rank(context.mask, repeats * text_len)
+        position_bias = added_to_scores(self, context.positions, (text_rows, text_len, num_tokens), key.device)
+        if position_bias is not None:
+            position_bias = fold_queries(position_bias if slots is None else position_bias[slots], rows, kv_heads)
+            position_bias = nn.functional.pad(position_bias, (key.shape[2] - num_tokens, 0)).to(query.dtype)
         options: dict[str, Any] = {"group": group, "dropout": dropout, "output_attentions": output_attentions}
         output, weights = run_kernel(self, query, key, value, mask, position_bias, **options)
         output = self.o_proj(_of_text(unfold_output(output, repeats, text_len), context))
@@ -245,29 +242,6 @@ class GatedCrossAttention(nn.Module):
         if group == self.num_groups or mask.shape[2] != positions * group:
             return mask
         return mask.unflatten(2, (positions, group))[:, :, :, : self.num_groups].flatten(2, 3)
-
-    def _folded_bias(self, context: CrossAttentionContext, text_rows: int, text_len: int, key: States) -> torch.Tensor:
-        """Returns T5's bias for each query and image token, `(R, K, r * T * G, N)`, with 0 for the null key."""
-        rows, kv_heads = key.shape[:2]
-        num_tokens = key.shape[2] - int(self.quiet_softmax)
-        query_positions, key_positions = context.positions or (None, None)
-        if query_positions is None:
-            query_positions = torch.arange(text_len, device=key.device)[None]
-        if key_positions is None:
-            key_positions = torch.arange(num_tokens, device=key.device)[None]
-        else:
-            key_positions = rows_to(key_positions, text_rows)
-        distance = key_positions[:, None, :] - query_positions[:, :, None]
-        assert self.relative_attention_bias is not None
-        buckets = relative_position_bucket(
-            distance, self.config.position_bias_num_buckets, self.config.position_bias_max_distance
-        )
-        bias = self.relative_attention_bias(buckets).expand(text_rows, -1, -1, -1)  # (B, T, N, K * G)
-        if context.slots is not None:
-            bias = bias[context.slots.slots]
-        bias = bias.view(rows, -1, text_len, num_tokens, kv_heads, bias.shape[-1] // kv_heads)
-        bias = bias.permute(0, 4, 1, 2, 5, 3).reshape(rows, kv_heads, -1, num_tokens)
-        return nn.functional.pad(bias, (1, 0)) if self.quiet_softmax else bias
 
 
 def _in_cache_layout(states: torch.Tensor, null_key: bool) -> torch.Tensor:

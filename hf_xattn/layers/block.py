@@ -31,7 +31,6 @@ from .attention import GatedCrossAttention, check_text_and_states, zero_init_lin
 from .context import CrossAttentionContext, ImageTokens, no_context, plain_context
 from .gates import Gate, gated, new_gate
 from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
-from .positions import new_position
 
 
 class CrossAttentionMLP(nn.Module):
@@ -92,7 +91,7 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
         super().__init__(config)
         self.layer_idx = layer_idx
         norm = NORMS[config.norm_type]
-        position = new_position(config)  # an own part has the first values that its constructor gives
+        position = POSITIONS.make(config.position, config)  # one's own keeps its constructor's values
         with ValuesComeLater():
             self.attn_norm = norm(config.hidden_size, config.norm_eps)
             self.attn = GatedCrossAttention(config, layer_idx, position)

@@ -13,7 +13,7 @@ missing, and gradients would silently be zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -26,19 +26,11 @@ from ..configuration_xattn import CrossAttentionConfig
 from ..utils.tensor_checks import check_bool, check_tensor, type_name
 from .folded_mask import fold_mask
 from .image_rows import Slots
-from .position_bias import token_positions
-from .positions import places_in_images
+from .positions import Positions, places_in_images, token_positions
 
 
 # Name of the keyword argument. No decoder of transformers has an argument of this name.
 KEYWORD = "cross_attention_context"
-
-
-class Positions(NamedTuple):
-    """For a relative position bias and codes of positions. A named tuple: device hooks and FSDP move the tensors."""
-
-    query: torch.Tensor | None  # `(B or 1, T)`; None stands for 0 ... T - 1
-    key: torch.Tensor | None  # `(rows, N)`, in the row, for the bias alone; None stands for 0 ... N - 1
 
 
 class Recorder:
@@ -171,7 +163,7 @@ def plain_context(
         check_cross_attention_mask(cross_attention_mask, batch_size, text_len, num_tokens)
         sees = cross_attention_mask
         if sees.dim() == 2:
-            positions = Positions(None, token_positions(sees)) if config.position_bias else None
+            positions = Positions(None, token_positions(sees)) if config.counts_text else None
             sees = sees[:, None]
     mask, visible = fold_mask(
         sees,

@@ -1,16 +1,22 @@
-"""Codes of positions on queries and keys, such as rotary embeddings. We have none: image features hold their places.
+"""Position parts of the attention. The core has none: image features hold their positions.
 
-A code of one's own is a module of the attention (see `utils/parts.py`). It gets the place of an image token within its
-image alone, so that keys stay right whatever stands beside the image: in caches, stores, packed and shared rows.
+- A code of positions changes queries and keys, such as a rotary embedding. It is a module of one's own (see
+  `utils/parts.py`). It gets the position of an image token within its image alone, so that keys stay right whatever
+  stands beside the image: in caches, stores, packed and shared rows.
+- A part that adds to the scores ([`ScorePart`]) reads the distances between image tokens and text tokens. T5's
+  relative position bias is one (`layers/position_bias.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..cache.image_layout import rows_to
+from ..cache.xattn_cache import XAttnCache
 from ..configuration_xattn import CrossAttentionConfig
 from ..utils.parts import POSITIONS
 
@@ -22,9 +28,24 @@ def no_position(config: CrossAttentionConfig) -> None:
 POSITIONS.register("none", no_position)
 
 
-def new_position(config: CrossAttentionConfig) -> nn.Module | None:
-    position: nn.Module | None = POSITIONS.make(config.position, config)
-    return position
+class ScorePart(NamedTuple):
+    """A position part that adds to the scores of the attention."""
+
+    make: Callable[[CrossAttentionConfig], nn.Module | None]  # None where the configuration does not ask for it
+    # What the module is called with, of distances `(rows, T, N)` from text tokens to image tokens. The module returns
+    # `(rows, T, N, heads)`. This is no method of it, because device hooks and PEFT's wrappers know calls alone.
+    read: Callable[[CrossAttentionConfig, torch.Tensor], torch.Tensor]
+
+
+# By the name of the module, which is part of its weights' names.
+SCORE_PARTS: dict[str, ScorePart] = {}
+
+
+class Positions(NamedTuple):
+    """The positions that the parts of one call read. A named tuple: device hooks and FSDP move the tensors."""
+
+    query: torch.Tensor | None  # `(B or 1, T)`, in the text; None stands for 0 ... T - 1
+    key: torch.Tensor | None  # `(rows, N)`, in the row, for scores alone; None stands for 0 ... N - 1
 
 
 def with_position(position: Any, of: str, states: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
@@ -50,3 +71,48 @@ def with_position(position: Any, of: str, states: torch.Tensor, places: torch.Te
 def places_in_images(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """`(1, N)`, the place of each image token in its image; `sizes` are the tokens of the images of a row."""
     return torch.cat([torch.arange(size, device=device) for size in sizes])[None]
+
+
+def added_to_scores(
+    attention: Any, positions: Positions | None, shape: tuple[int, int, int], device: torch.device
+) -> torch.Tensor | None:
+    """What position parts add to the scores, `(B, T, heads, N)`; None if there are none. `shape`: `(B, T, N)`."""
+    parts = [(getattr(attention, name), part) for name, part in SCORE_PARTS.items()]
+    if all(module is None for module, _ in parts):
+        return None
+    query, key = positions or (None, None)
+    query = torch.arange(shape[1], device=device)[None] if query is None else query
+    key = torch.arange(shape[2], device=device)[None] if key is None else rows_to(key, shape[0])
+    distance = key[:, None, :] - query[:, :, None]
+    first, *others = [module(part.read(attention.config, distance)) for module, part in parts if module is not None]
+    return sum(others, first).transpose(2, 3).expand(shape[0], -1, -1, -1)
+
+
+def text_positions(text: Mapping[str, Any], cache: XAttnCache | None, given: torch.Tensor) -> torch.Tensor:
+    """The positions of the text tokens, `(B or 1, T)`: `position_ids`, or the number of real tokens before each.
+
+    Padding in front of a text is at 0, like its first token.
+
+    Args:
+        text (`Mapping`): the decoder's own arguments.
+        given (`torch.Tensor`): `(B, T, ...)`, the ids or embeddings.
+    """
+    positions = text.get("position_ids")
+    if positions is not None:
+        return positions if positions.dim() == 2 else positions[0]  # 3-D ones have one row for each axis of an image
+    (rows, length), past = given.shape[:2], 0 if cache is None else cache.get_seq_length()
+    places = torch.arange(length, device=given.device)[None] + past
+    before = None if cache is None else cache.text_padding
+    mask = text.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        padding = (mask == 0).cumsum(dim=-1).to(places.device)
+        if mask.shape[1] != length or cache is None or cache.text_rows is None:  # the mask covers all text so far
+            before = padding.gather(1, places.expand(rows, -1))
+        else:
+            before = padding if before is None else padding + before
+    return places if before is None else (places - before).clamp(min=0)
+
+
+def token_positions(token_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The place of each image token among the real ones of its row, `(rows, N)`; None if all are real."""
+    return None if token_mask is None else token_mask.cumsum(dim=-1) - 1

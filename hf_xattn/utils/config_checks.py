@@ -234,15 +234,10 @@ def check_probability(field: str, value: Any) -> None:
 
 def check_buckets(num_buckets: int, max_distance: int) -> None:
     """Raises a `ValueError` for sizes that T5's buckets cannot have."""
-    if num_buckets < 4 or num_buckets % 2:
+    if num_buckets < 4 or num_buckets % 2 or max_distance <= num_buckets // 4:
         raise ValueError(
-            "`position_bias_num_buckets` must be an even number of at least 4 (half for each direction), got "
-            f"{num_buckets}."
-        )
-    if max_distance <= num_buckets // 4:
-        raise ValueError(
-            f"`position_bias_max_distance` ({max_distance}) must be larger than a quarter of "
-            f"`position_bias_num_buckets` ({num_buckets})."
+            "`position_bias_num_buckets` must be an even number of at least 4 (half for each direction), and "
+            f"`position_bias_max_distance` larger than a quarter of it, got {num_buckets} and {max_distance}."
         )
 
 

@@ -22,9 +22,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
 from hf_xattn.layers import kernels
-from hf_xattn.layers.context import Positions
 from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
 from hf_xattn.layers.position_bias import relative_position_bucket
+from hf_xattn.layers.positions import Positions
 
 
 def reference(layer, hidden, states, mask=None, bias=None):
@@ -323,7 +323,8 @@ def test_buckets_equal_t5(num_buckets, max_distance):
     expected = T5Attention._relative_position_bucket(
         distance, bidirectional=True, num_buckets=num_buckets, max_distance=max_distance
     )
-    buckets = relative_position_bucket(distance, num_buckets, max_distance)
+    config = CrossAttentionConfig(position_bias_num_buckets=num_buckets, position_bias_max_distance=max_distance)
+    buckets = relative_position_bucket(config, distance)
     assert torch.equal(buckets, expected)
     assert buckets.min() >= 0 and buckets.max() < num_buckets
 

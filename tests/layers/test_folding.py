@@ -17,9 +17,8 @@ from attention_inputs import (
 )
 
 from hf_xattn.layers import kernels
-from hf_xattn.layers.context import Positions
 from hf_xattn.layers.folded_mask import fold_mask
-from hf_xattn.layers.position_bias import token_positions
+from hf_xattn.layers.positions import Positions, token_positions
 
 
 @pytest.mark.parametrize("heads", KV_HEADS)

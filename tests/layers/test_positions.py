@@ -14,6 +14,7 @@ from hf_xattn import (
     register_position,
 )
 from hf_xattn.layers.attention import GatedCrossAttention
+from hf_xattn.layers.positions import SCORE_PARTS, ScorePart
 from hf_xattn.utils.parts import POSITIONS
 from hf_xattn.utils.transformers_api import CACHE
 
@@ -104,6 +105,30 @@ def test_text_is_counted():
     steps = [model(ids[:, index : index + 1], cache=cache).logits for index in range(3, 6)]
     assert torch.allclose(torch.cat(steps, dim=1), expected[:, 3:], atol=1e-10)
     assert not torch.allclose(moved, expected, atol=1e-3), "`position_ids` are the places"
+
+
+class Hiding(nn.Module):
+    """Adds so much to the scores of image tokens behind a text token that they are hidden."""
+
+    def forward(self, behind):
+        return -1e9 * behind.double()[..., None].expand(-1, -1, -1, 4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("position_bias", [False, True], ids=["", "position_bias"])
+def test_a_part_that_adds_to_the_scores(monkeypatch, position_bias):
+    """Two parts of which one is left out, other distances than in decode steps, or a code that a part replaces."""
+    model, images, ids = turning_model(position_bias=position_bias, quiet_softmax=True), pixels(2).double(), token_ids()
+    behind = torch.arange(16) > torch.arange(ids.shape[1])[:, None]
+    expected = model(ids, pixel_values=images, cross_attention_mask=~behind.expand(2, -1, -1)).logits
+    part = ScorePart(lambda config: Hiding(), lambda config, distance: distance > 0)
+    monkeypatch.setitem(SCORE_PARTS, "hiding", part)
+    adding = turning_model(position_bias=position_bias, quiet_softmax=True)
+    adding.load_state_dict(model.state_dict())
+    assert torch.allclose(adding(ids, pixel_values=images).logits, expected, atol=1e-10)
+    cache = adding.encode_images(images)
+    steps = [adding(ids[:, index : index + 1], cache=cache).logits for index in range(ids.shape[1])]
+    assert torch.allclose(torch.cat(steps, dim=1), expected, atol=1e-10)
 
 
 class Table(nn.Module):

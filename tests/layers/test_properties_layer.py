@@ -69,7 +69,7 @@ def reference(block: GatedCrossAttentionBlock, text, states, visible) -> torch.T
                 scores = keys @ query[row, position, head] * config.head_dim**-0.5
                 if config.position_bias:
                     distance = torch.arange(states.shape[1]) - position
-                    buckets = relative_position_bucket(distance, 32, 128)
+                    buckets = relative_position_bucket(config, distance)
                     scores = scores + attn.relative_attention_bias.weight.double()[buckets, head]
                 weights = scores[sees].exp() if scores.abs().max() < 500 else (scores[sees] - scores[sees].max()).exp()
                 if scores.abs().max() >= 500:
