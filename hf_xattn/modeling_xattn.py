@@ -25,7 +25,7 @@ from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface, find_decoder, headless
 from .decoders.insertion import check_insertable, insert_blocks
 from .decoders.loss import IGNORED, LossInputs, loss_over_all_logits, mask_labels
-from .decoders.text_inputs import check_labels, check_side_by_side, check_text, name_wrong_positions
+from .decoders.text_inputs import check_labels, check_side_by_side, check_text
 from .extras_xattn import XAttnExtrasMixin, XAttnOuterExtrasMixin
 from .generation_xattn import XAttnGenerationMixin
 from .images.connector import XAttnConnector, new_connector
@@ -116,23 +116,18 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         call = read_call(self, text, images, given_cache, use_cache, output_attentions)
         if images is not NO_IMAGES or call.starts or self._sets is not None:
             self._check_cache(call)
-        try:
-            found, decision, seen, context = find_images(self, call), None, None, None
-            if found is not None:
-                decision = decide(self.config, call, found)
-                seen = see(self, call, found)
-                context = make_context(self.config, call, found, decision, seen)
-            with whole_or_not_at_all(call.cache):
-                outputs = self._interface.call(runner, call.text, context, call.text_cache, call.use_cache)
-                weights = None if context is None else self._weights_of_blocks(context, call)
-                if call.trains and call.uncached == SKIPS_LAYERS:
-                    give_gradient(outputs, self.parameters())
-                if call.cache is not None and call.uncached is None:
-                    commit(call, found, decision, seen, self._mark)
-        except (RuntimeError, IndexError) as error:
-            decoder = self.config.get_text_config(decoder=True)
-            name_wrong_positions(decoder, text, call.length, call.text_cache, error)
-            raise
+        found, decision, seen, context = find_images(self, call), None, None, None
+        if found is not None:
+            decision = decide(self.config, call, found)
+            seen = see(self, call, found)
+            context = make_context(self.config, call, found, decision, seen)
+        with whole_or_not_at_all(call.cache):
+            outputs = self._interface.call(runner, call.text, context, call.text_cache, call.use_cache)
+            weights = None if context is None else self._weights_of_blocks(context, call)
+            if call.trains and call.uncached == SKIPS_LAYERS:
+                give_gradient(outputs, self.parameters())
+            if call.cache is not None and call.uncached is None:
+                commit(call, found, decision, seen, self._mark)
         cache = call.cache if call.cache is not None else outputs.get(self._interface.cache_argument)
         return outputs, (cache if call.use_cache else None), weights
 

@@ -2,19 +2,19 @@
 
 Types, dtypes and shapes are read. The values of ids and labels are read on a CPU alone, as a GPU would have to wait
 for them: there, ids outside the vocabulary end in a device-side assertion of torch, as in transformers. A decode step
-pays for none of this.
+pays for none of this. What a decoder or torch refuses by itself, such as positions outside the decoder's table, is left
+to them.
 """
 
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import BlockMask
 
@@ -22,8 +22,6 @@ from ..utils.tensor_checks import INTEGERS, check_floating, check_integers, chec
 from .vocabulary import vocabulary_size
 
 
-# How torch says that tensors do not fit each other.
-_OF_SHAPES = re.compile("size of tensor|same number of dimensions|number of sizes provided|split_with_sizes")
 PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # methods of PEFT that learn keys and values of the text's cache
 
 
@@ -65,7 +63,7 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
                 f"Expected `position_ids` of shape (batch={rows}, text_len={length}), got {tuple(positions.shape)}."
             )
     if (kept := text.get("logits_to_keep")) is not None:
-        _check_kept(kept, length)
+        _check_kept(kept)
 
 
 def check_ids(name: str, ids: Any) -> None:
@@ -132,20 +130,15 @@ def check_embeds(embeds: Any, embedding: nn.Module) -> tuple[int, int]:
     return embeds.shape[0], embeds.shape[1]
 
 
-def _check_kept(keep: Any, length: int) -> None:
+def _check_kept(keep: Any) -> None:
     if isinstance(keep, torch.Tensor):
-        check_integers("logits_to_keep", keep)
-        outside = keep.device.type == "cpu" and not is_fake(keep) and ((keep < -length) | (keep >= length)).any()
-        if keep.dim() > 1 or outside:
-            raise ValueError(
-                "Expected `logits_to_keep` to be an integer, or a tensor (positions,) of positions below "
-                f"text_len={length}, got shape "
-                f"{tuple(keep.shape)}{' and positions outside of the text' if outside else ''}."
-            )
-        return
-    if not isinstance(keep, SupportsIndex) or operator.index(keep) < 0:
+        fits = keep.dim() <= 1 and keep.dtype in INTEGERS
+    else:
+        fits = isinstance(keep, SupportsIndex) and operator.index(keep) >= 0
+    if not fits:
         raise ValueError(
-            f"Expected `logits_to_keep` to be an integer of at least 0, or a tensor of positions, got {keep!r}."
+            "Expected `logits_to_keep` to be an integer of at least 0, or a tensor of positions (positions,), got "
+            f"{keep!r}."
         )
 
 
@@ -250,45 +243,3 @@ def check_side_by_side(logits_to_keep: Any) -> None:
                 "Expected `logits_to_keep` with `labels` to be positions side by side, as each is trained on the label "
                 f"of the next one, got {logits_to_keep.tolist()}. Pass the next tokens as `shift_labels`."
             )
-
-
-def _is_of_shapes(error: Exception) -> bool:
-    """Whether an operation did not fit the axes it got; not an error such as that of memory that ran out."""
-    return isinstance(error, IndexError) or (type(error) is RuntimeError and _OF_SHAPES.search(str(error)) is not None)
-
-
-def name_wrong_positions(
-    config: PreTrainedConfig, text: Mapping[str, Any], length: int, cache: Cache | None, error: Exception
-) -> None:
-    """Raises a `ValueError` if the positions of a failed call are outside the decoder's table, or have a wrong axis.
-
-    Which positions a decoder takes, only its code knows. So nothing is checked before, and a call that works pays
-    nothing.
-
-    Args:
-        text (`Mapping`): the decoder's arguments.
-        length (`int`): text tokens of the call.
-        cache (`Cache`, *optional*): of the text before it.
-        error (`Exception`): the decoder's error, which becomes the cause.
-    """
-    positions, limit = text.get("position_ids"), getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, torch.Tensor):
-        if positions.dim() == 3 and _is_of_shapes(error):
-            raise ValueError(
-                f"Expected `position_ids` of shape (batch, text_len={length}), got {tuple(positions.shape)}, which "
-                f"this decoder ({config.model_type}) does not take."
-            ) from error
-        if not isinstance(error, IndexError) or positions.device.type != "cpu" or not isinstance(limit, int):
-            return
-        first, last = int(positions.min()), int(positions.max())
-        if first < 0 or last >= limit:
-            raise ValueError(
-                f"Expected `position_ids` from 0 to {limit - 1}, the decoder's table of positions, got {first} to "
-                f"{last}."
-            ) from error
-    elif isinstance(error, IndexError) and isinstance(limit, int):
-        total = length + (0 if cache is None else int(cache.get_seq_length()))
-        if total > limit:
-            raise ValueError(
-                f"Expected a text of at most {limit} tokens, the decoder's table of positions, got {total}."
-            ) from error

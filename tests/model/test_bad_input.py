@@ -183,37 +183,22 @@ def test_generate_names_its_attention_mask(served, mask):
 BAD_POSITIONS = {
     "rows": ("llama", {"position_ids": torch.zeros(3, 7, dtype=torch.long)}, r"batch=2, text_len=7\), got \(3, 7\)"),
     "none": ("llama", {"position_ids": torch.zeros(0, 7, dtype=torch.long)}, r"batch=2, text_len=7\), got \(0, 7\)"),
-    "axes": (
-        "llama",
-        {"position_ids": torch.zeros(1, 2, 7, dtype=torch.long)},
-        r"\(1, 2, 7\), which this decoder \(llama\)",
-    ),
-    "negative": (
-        "gpt2",
-        {"position_ids": torch.arange(-7, 0)[None]},
-        "`position_ids` from 0 to 127, .* got -7 to -1",
-    ),
-    "behind": (
-        "gpt2",
-        {"position_ids": torch.arange(122, 129)[None]},
-        "`position_ids` from 0 to 127, .* got 122 to 128",
-    ),
-    "long": ("gpt2", {"input_ids": token_ids(2, 129)}, "a text of at most 128 tokens, .* got 129"),
-    "kept_float": ("llama", {"logits_to_keep": torch.tensor([1.0])}, "`logits_to_keep`.*float32"),
-    "kept_rank": ("llama", {"logits_to_keep": torch.zeros(2, 2, dtype=torch.long)}, r"`logits_to_keep` .* \(2, 2\)"),
-    "kept_behind": (
-        "llama",
-        {"logits_to_keep": torch.tensor([7])},
-        "`logits_to_keep` .* positions outside of the text",
-    ),
+    "axes": ("llama", {"position_ids": torch.zeros(1, 2, 7, dtype=torch.long)}, None),
+    "negative": ("gpt2", {"position_ids": torch.arange(-7, 0)[None]}, "index out of range"),
+    "behind": ("gpt2", {"position_ids": torch.arange(122, 129)[None]}, "index out of range"),
+    "long": ("gpt2", {"input_ids": token_ids(2, 129)}, "index out of range"),
+    "kept_float": ("llama", {"logits_to_keep": torch.tensor([1.0])}, r"`logits_to_keep`.*tensor\(\[1\.\]\)"),
+    "kept_rank": ("llama", {"logits_to_keep": torch.zeros(2, 2, dtype=torch.long)}, "`logits_to_keep`.*positions"),
+    "kept_negative": ("llama", {"logits_to_keep": -1}, "`logits_to_keep` to be an integer of at least 0.*got -1"),
+    "kept_behind": ("llama", {"logits_to_keep": torch.tensor([7])}, "index 7 is out of bounds"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_POSITIONS)
-def test_positions_are_named(case):
-    """An IndexError of an embedding, or torch's word on sizes, for positions that a decoder cannot read."""
+def test_positions_are_refused(case):
+    """Logits of other positions than those that were meant. Decoders and torch refuse what they cannot read."""
     decoder, given, message = BAD_POSITIONS[case]
-    with torch.no_grad(), pytest.raises((ValueError, TypeError), match=message):
+    with torch.no_grad(), pytest.raises((ValueError, IndexError, RuntimeError), match=message):
         make_model(decoder)(**{"input_ids": token_ids(), "pixel_values": pixels(), **given})
 
 
@@ -222,7 +207,7 @@ def test_text_that_outgrows_the_table_of_positions():
     model = make_model("gpt2")
     with torch.no_grad():
         cache = model(token_ids(1, 126), pixel_values=pixels(1), use_cache=True)[CACHE]
-        with pytest.raises(ValueError, match="at most 128 tokens, .* got 129"):
+        with pytest.raises(IndexError):
             model(token_ids(1, 3), cache=cache)
         assert cache.get_seq_length() == 126 and model(token_ids(1, 2), cache=cache).logits.shape[1] == 2
 
@@ -307,19 +292,3 @@ def test_caches_that_do_not_fit_are_refused():
         model.encode_images()
     with pytest.raises(ValueError, match=r"\(batch, num_image_tokens\)"):
         model.encode_images(cross_attention_states=states(), cross_attention_mask=torch.ones(2, 7, 5, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("CUDA error: launch failure")])
-def test_an_error_of_torch_beside_positions_of_three_axes(error):
-    """Memory that ran out, told as a wrong shape of `position_ids`, so that nobody tries a smaller batch."""
-    model = make_model()
-
-    def fail(*args):
-        raise error
-
-    handle = model.get_decoder().layers[0].register_forward_pre_hook(fail)
-    with pytest.raises(type(error), match=str(error)):
-        model(token_ids(), position_ids=torch.zeros(1, 2, 7, dtype=torch.long))
-    handle.remove()
-    with pytest.raises(ValueError, match="Expected `position_ids` of shape"):
-        model(token_ids(), position_ids=torch.zeros(3, 2, 7, dtype=torch.long))
