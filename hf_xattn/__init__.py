@@ -15,7 +15,6 @@ with naming_what_transformers_lacks():
     from .layers.attention import GatedCrossAttention
     from .layers.block import GatedCrossAttentionBlock
     from .maps.attention_maps import AttentionMaps, attention_maps
-    from .maps.image_checks import check_images
     from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
     from .processing_xattn import XAttnProcessor
     from .registration import register_classes, register_names
@@ -64,7 +63,6 @@ __all__ = [
     "added_modules",
     "align_connector",
     "attention_maps",
-    "check_images",
     "freeze",
     "freeze_base",
     "last_complete_checkpoint",

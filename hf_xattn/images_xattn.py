@@ -44,7 +44,6 @@ class XAttnImagesMixin(XAttnSetsMixin):
     vision_tower: PreTrainedModel | None
     connector: XAttnConnector | None
     _interface: DecoderInterface
-    checks_images: bool = False  # see `maps/image_checks.py`
 
     @property
     def blocks(self) -> list[GatedCrossAttentionBlock]:
@@ -54,7 +53,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
 
     @property
     def image_encoder(self) -> ImageEncoder:
-        return ImageEncoder(self.config, self.vision_tower, self.connector, self._like, self.checks_images)
+        return ImageEncoder(self.config, self.vision_tower, self.connector, self._like)
 
     def _like(self) -> torch.Tensor:
         """A weight that keys and values are projected with."""

@@ -18,7 +18,6 @@ from ..cache.real_tokens import real_places
 from ..configuration_xattn import XAttnConfig
 from ..utils.distributed import check_callable, has_units, is_distributed
 from .connector import XAttnConnector
-from .finite_images import check_encoded, check_given, without_padding_images, without_padding_tokens
 from .grid_code import check_square
 from .image_inputs import ImageAxis, ImageInputs
 from .image_positions import place_in_row
@@ -84,7 +83,6 @@ class ImageEncoder:
             takes features.
         find_like (`Callable`): gives a weight that keys and values are projected with: their device and dtype. Called
             only where it is needed, as it looks through the decoder.
-        checks_values (`bool`): refuse images with NaN or infinite values, see `maps/image_checks.py`.
     """
 
     def __init__(
@@ -93,10 +91,8 @@ class ImageEncoder:
         vision_tower: PreTrainedModel | None,
         connector: XAttnConnector | None,
         find_like: Callable[[], torch.Tensor],
-        checks_values: bool = False,
     ):
         self.config = config
-        self.checks_values = checks_values
         self.vision_tower = vision_tower
         self.connector = connector
         self.find_like = find_like
@@ -159,7 +155,7 @@ class ImageEncoder:
         assert features is not None and self.vision_tower is not None and self.connector is not None
         check_not_trained(self.vision_tower)
         rows, num_images = features.shape[:2]
-        features = without_padding_images(features, real).to(self._dtype_of(images))
+        features = _without_padding_images(features, real).to(self._dtype_of(images))
         if is_distributed():
             check_callable("connector", self.connector)
             if self.tower_is_waited_for():  # before the connector, as in the other processes
@@ -208,9 +204,6 @@ class ImageEncoder:
             return Reading(
                 None, [ImageAxis(cached.sizes, real=cached.image_mask if inputs.image_mask is None else None)]
             )
-        if self.checks_values:
-            check_given(inputs)
-            source = None  # it encodes the images of a call in another order
         digests = self._digests(inputs) if record_content or cached is not None else None
         placement = Placement(real=inputs.real_images)
         if cached is not None:
@@ -237,7 +230,7 @@ class ImageEncoder:
         rows, num_images = images.images.shape[:2]
         if source is not None and inputs.token_mask is not None and not images.pass_connector:
             given = placement.of_new_images(inputs.token_mask, num_images * images.images.shape[2], cached)
-            shown = without_padding_tokens(images.images, given)
+            shown = _without_padding_tokens(images.images, given)
             # Finite padding stays: the same features are found again beside another mask.
             images = replace(images, images=torch.where(images.images.isfinite(), images.images, shown))
         found = None
@@ -258,10 +251,10 @@ class ImageEncoder:
         if found is not None:
             return StoredImages(found, layout)
         # Also where the real tokens are taken: compiled code reads padding, too.
-        return NewImages(without_padding_tokens(features, token_mask).flatten(1, 2), layout)
+        return NewImages(_without_padding_tokens(features, token_mask).flatten(1, 2), layout)
 
     def _features_of(self, images: ImageInputs, placement: Placement | None = None) -> torch.Tensor:
-        """`(R, n, tokens, context_size)` of pixels or tower outputs; features as given. `placement` names images."""
+        """`(R, n, tokens, context_size)` of pixels or tower outputs; features as given."""
         assert images.images is not None
         if not images.pass_connector:
             return images.images
@@ -274,20 +267,11 @@ class ImageEncoder:
         given = images.images
         assert given is not None
         if images.name == "pixel_values":
-            pixels = without_padding_images(given, real)
-            output, features = self.outputs(pixels, images.tiles, images.positions, real_tiles_of(images.tiles))
-            from_tower = output.last_hidden_state
+            pixels = _without_padding_images(given, real)
+            features = self.outputs(pixels, images.tiles, images.positions, real_tiles_of(images.tiles))[1]
         else:
-            from_tower, features = given, self._of_tower_outputs(images, real)
-        checks = self.checks_values and placement is not None
-        if places is not None:
-            features = _at_places(features, places, shape)
-            if checks and from_tower is not None:
-                from_tower = _at_places(from_tower.reshape(len(places), 1, -1), places, shape)
-        if checks and placement is not None:
-            assert self.vision_tower is not None and from_tower is not None and images.name is not None
-            check_encoded(images.name, from_tower, features, placement, self.vision_tower.config.model_type)
-        return features
+            features = self._of_tower_outputs(images, real)
+        return features if places is None else _at_places(features, places, shape)
 
     def _digests(self, inputs: ImageInputs) -> Digests:
         images, name = inputs.images, inputs.name
@@ -317,3 +301,29 @@ def _at_places(images: torch.Tensor, places: list[tuple[int, int]], shape: tuple
     rows, columns = torch.tensor(places, device=images.device).unbind(dim=1)
     padded[rows, columns] = images[:, 0]
     return padded
+
+
+def _without_padding_images(images: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """Sets padding images to zero in `(R, n, ...)`; `real` is `(R, n)`.
+
+    Padding may hold anything, but 0 times NaN is NaN: in the gradient of a projection too.
+    """
+    if real is None:
+        return images
+    padding = ~real.to(images.device)
+    return images.masked_fill(padding.view(*real.shape, *[1] * (images.dim() - 2)), 0)
+
+
+def _without_padding_tokens(features: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
+    """Sets the tokens that no text may see to zero. Attention multiplies their values by 0, and 0 times NaN is NaN.
+
+    Args:
+        features (`torch.Tensor`): `(R, n, tokens, width)`.
+        token_mask (`torch.BoolTensor`, *optional*): `(rows, n * tokens)`, where `R` divides `rows`: text rows that
+            share an image row may see different tokens. Masks that cover other images too are not used.
+    """
+    rows, num_images, tokens = features.shape[:3]
+    if token_mask is None or token_mask.shape[1] != num_images * tokens:
+        return features
+    real = rows_to(token_mask, max(rows, token_mask.shape[0])).unflatten(0, (rows, -1)).any(dim=1)
+    return features.masked_fill(~real.view(rows, num_images, tokens, 1), 0)

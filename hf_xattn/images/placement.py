@@ -36,10 +36,6 @@ class Placement:
             return tensor[:, self.first :]
         return tensor[torch.arange(tensor.shape[0], device=tensor.device)[:, None], self.index.to(tensor.device)]
 
-    def index_in_call(self, row: int, image: int) -> int:
-        """Index among the images of the call of a row's new image."""
-        return self.first + image if self.index is None else int(self.index[row, image])
-
     def digests(self, digests: Digests, per_image: int) -> Digests:
         """Selects the digests of the new images, with `per_image` numbers for each image."""
         values = self.take(digests.values.unflatten(1, (-1, per_image))).flatten(1)

@@ -1,4 +1,4 @@
-"""Where the model looks: attention maps, their plots, the words of an answer, and a check that images matter.
+"""Where the model looks: attention maps, their plots, and the words of an answer.
 
 What may come in: what explains a trained model.
 Imports from: all rooms above, and the model.

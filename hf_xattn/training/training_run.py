@@ -247,7 +247,7 @@ class _TimedTrainer(DistillingTrainer):
             raise ValueError(
                 f"Expected a finite `{wrong[0]}`, got {float(logs[wrong[0]])} up to step {self.state.global_step}: the "
                 f"run has diverged, and its weights are lost. Lower `--learning-rate` ({self.args.learning_rate:g}), "
-                "or look for pictures with NaN (`hf_xattn.check_images`)."
+                "or look for a picture with NaN, as the guide of training shows."
             )
 
 

@@ -12,7 +12,6 @@ from hf_xattn import (
     XAttnDataCollator,
     added_modules,
     align_connector,
-    check_images,
     freeze,
     last_complete_checkpoint,
     load_rows,
@@ -154,11 +153,6 @@ SURFACES = {
             "include_frozen": switch(),
             "started_rate": value(none=None, kind="slow", size=-1.0, dtype=float("nan")),
         },
-    ),
-    "check_images": Surface(
-        check_images,
-        lambda **given: check_images(**needs(given, model=make_model())),
-        {"model": MODEL, "enabled": FLAG},
     ),
     "train_in_float32": Surface(
         train_in_float32, lambda **given: train_in_float32(**needs(given, model=make_model())), {"model": MODEL}
