@@ -118,7 +118,7 @@ def read_call(
     without_cache = given_cache is None and (shares_images or uncached is not None or not wants_cache)
     samples = None
     if (text.get("position_ids") is not None or text.get("cu_seq_lens_q") is not None) and length > 1:
-        samples = find_samples(config, decoder.not_packed, text, given_cache, use_cache, images, without_cache)
+        samples = find_samples(decoder, config, text, given_cache, use_cache, images, without_cache)
     continues = given_cache is not None or bool(use_cache)
     if shares_images and continues:
         refuse_to_cache("`use_cache=True`" if given_cache is None else "`cache`")
@@ -274,7 +274,7 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
         progress = call.cache.current_progress()
     markers = None
     if config.image_visibility != "all" or samples is not None:
-        markers = _markers(config, call, decided, packed=samples is not None)
+        markers = _markers(config, call, decided)
         if mask is None:
             _check_markers_of_images(config, call, markers, rows)
             if images.new is not None and rows is None and not call.starts and isinstance(call.images, ImageInputs):
@@ -359,22 +359,14 @@ def commit(
     cache.count_text(call.length, call.device, call.positions)
 
 
-def _markers(config: XAttnConfig, call: Call, decided: bool, packed: bool) -> torch.Tensor:
+def _markers(config: XAttnConfig, call: Call, decided: bool) -> torch.Tensor:
     """`(B, T)`, True where the text holds an image marker.
 
-    `decided`: the caller's mask decides everything, so the markers may be unknown. `packed`: rows are packed, so the
-    markers tell which sample an image belongs to.
+    `decided`: the caller's mask decides everything, so the markers may be unknown.
     """
     markers = _found_markers(config, call)
     if markers is not None:
         return markers
-    if packed:
-        missing = "`input_ids`" if call.text.get("input_ids") is None else "`image_token_id` in the configuration"
-        raise ValueError(
-            "Expected packed rows (`position_ids` that start again or leave some out) with image markers, which tell "
-            f"the sample of each image, got no {missing}. Pass a `cross_attention_mask` of shape (batch, text_len, "
-            "num_image_tokens) in place of markers."
-        )
     if not decided:
         raise ValueError(
             f"`image_visibility={config.image_visibility!r}` depends on the image markers in `input_ids`, got "

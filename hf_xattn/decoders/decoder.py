@@ -25,7 +25,6 @@ from ..utils.keywords import LOSS, keywords_of, refuse_unknown
 from ..utils.tensor_checks import has_values
 from ..utils.transformers_api import HAS_RECORDING, check_recorded, is_before, needs
 from .channel import carrying
-from .packed_rows import why_not_packed
 
 
 logger = logging.get_logger(__name__)
@@ -142,7 +141,7 @@ class DecoderInterface(NamedTuple):
     body_keywords: frozenset[str]  # without its head
     is_custom_code: bool  # it may read further keyword names
     name: str  # the decoder, for errors
-    not_packed: str | None = None  # why several samples in one row would not be kept apart; None if they are
+    packs: bool = False  # a row may hold several samples, which it keeps apart by their positions
     forgets: bool = False  # its layers drop their state when they read several tokens after cached text
     counts_from_zero: bool = False  # it numbers text after cached text from 0 where no `position_ids` are given
     keeps_state: bool = False  # some layers keep a running state of the text in place of keys and values
@@ -173,7 +172,7 @@ class DecoderInterface(NamedTuple):
             body,
             text_model.is_custom_code(),
             name,
-            why_not_packed(text_model, [*around, decoder]),
+            differs.packs and not any(states) and not text_model.is_custom_code(),
             differs.forgets,
             differs.counts_from_zero,
             any(states),

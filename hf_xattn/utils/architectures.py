@@ -1,7 +1,7 @@
 """A table of what differs between the decoder architectures of transformers, and the sizes in their configurations.
 
-Most architectures need no entry: `decoders/decoder.py` finds the layers and the path of keyword arguments in the model.
-An entry says why an architecture is not supported, or how it differs. A test builds a small model of each.
+Most architectures need no entry in `TABLE`: `decoders/decoder.py` finds the layers and the path of keyword arguments in
+the model. An entry says why an architecture is not supported, or how it differs. A test builds a small model of each.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Architecture:
         since, static_since (`str`): the first transformers whose own decoder is right, and right with a static cache.
             Before, it saw text to come, read text after cached text wrongly, or failed.
         not_static (`str`, *optional*): why it is wrong with a static cache in every version.
+        packs (`bool`): whether it keeps the samples of a packed row apart (`decoders/packed_rows.py`). A test compares
+            each such type with its samples alone. A model of the type with recurrent layers is refused all the same.
     """
 
     refused: str | None = None
@@ -47,6 +49,7 @@ class Architecture:
     since: str = OLDEST
     static_since: str = OLDEST
     not_static: str | None = None
+    packs: bool = False
 
 
 NO_CACHE = "keeps what it has read in {}, not in a cache of transformers"
@@ -100,7 +103,21 @@ TABLE: tuple[tuple[Architecture, str], ...] = (
     (Architecture(COMPOSITE.format("qwen3_5_text")), "qwen3_5"),
     (Architecture(COMPOSITE.format("qwen3_5_moe_text")), "qwen3_5_moe"),
 )
+# Types that keep the samples of packed rows apart, whatever else their entry says.
+PACKS = """
+apertus apertus1p5_text arcee aria_text axk1 axk2 beam bitnet codegen cohere cohere2 cohere2_moe cohere_compass_text
+ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge dots1 dots3_note_text emu3_text_model ernie4_5
+ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm
+glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj granite
+granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
+internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text longcat_flash mellum
+mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mistral4 mixtral mllama_text_model
+modernbert-decoder moshi nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
+qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+""".split()
+PACKS += [] if is_before("5.24.0") else ["falcon"]
 ARCHITECTURES = {name: entry for entry, names in TABLE for name in names.split()}
+ARCHITECTURES |= {name: replace(ARCHITECTURES.get(name, Architecture()), packs=True) for name in PACKS}
 
 
 def architecture(model_type: str) -> Architecture:

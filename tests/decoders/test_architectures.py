@@ -6,16 +6,17 @@ import copy
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from tiny_architectures import DIFFERENT, EXPERTS
+from tiny_architectures import DIFFERENT, EXPERTS, tiny_config
 from tiny_decoders import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
 from tiny_models import randomize, strengthen
-from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.utils import logging
 
 from hf_xattn.decoders.decoder import find_cache_argument, layers_receive_keywords
 from hf_xattn.decoders.insertion import check_insertable
-from hf_xattn.utils.architectures import ARCHITECTURES, architecture, causal_model_types, markdown_table
+from hf_xattn.utils.architectures import ARCHITECTURES, PACKS, architecture, causal_model_types, markdown_table
 from hf_xattn.utils.transformers_api import CACHE, has, is_before
 from hf_xattn.utils.versions import OLDEST
 
@@ -30,8 +31,10 @@ cohere2 granite granitemoe deepseek_v2 deepseek_v3 glm glm4 glm4_moe gpt_oss smo
 bamba falcon_h1 lfm2 mamba2""".split()  # noqa: E501
 
 
-def check_packed(model, ids, states):
-    """Two samples in one row, each with images of its own: as in rows of their own, or refused."""
+def check_packed(model, base, ids, states):
+    """Two samples in one row, each with images of its own: as in rows of their own; or refused, where the base joins
+    them.
+    """
     packed, both = torch.cat([ids[:1, :5], ids[1:]], dim=1), torch.cat([states[:1], states[1:]], dim=1)
     of_row = torch.arange(12) < 5
     inputs = {
@@ -39,9 +42,13 @@ def check_packed(model, ids, states):
         "cross_attention_states": both,
         "cross_attention_mask": (of_row[:, None] == (torch.arange(10) < 5))[None],
     }
-    if model.model._interface.not_packed is not None:
+    if not model.model._interface.packs:
         with pytest.raises(ValueError, match="Packed rows"):
             model(packed, **inputs)
+        if "position_ids" in model.model._interface.arguments:
+            alone = torch.cat([base(row, use_cache=False).logits for row in (ids[:1, :5], ids[1:])], dim=1)
+            joined = base(packed, position_ids=inputs["position_ids"], use_cache=False).logits
+            assert not torch.allclose(joined, alone, atol=1e-4), "it packs: name it in `PACKS`"
         return
     parts = [
         model(row, cross_attention_states=image, use_cache=False).logits
@@ -83,7 +90,7 @@ def test_served(model_type, tmp_path):
     blind = torch.cat([mixed[0, :3] - alone[0, :3], mixed[1] - alone[1]])
     assert blind.abs().max() <= (1e-5 if model_type in EXPERTS else 0.0)
 
-    check_packed(model, ids, states)
+    check_packed(model, strengthen(base), ids, states)
 
     options = {
         "max_new_tokens": 6,
@@ -107,6 +114,34 @@ def test_served(model_type, tmp_path):
     assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
     # The weights are those, but lie elsewhere in memory, and some kernels round by alignment.
     assert torch.allclose(loaded(ids, cross_attention_states=states).logits, seen, atol=1e-5)
+
+
+# Types that no Auto class makes, and types with recurrent layers in models of attention alone.
+OTHERS = {"mistral4": "Mistral4", "emu3_text_model": "Emu3", "mllama_text_model": "Mllama"}
+OF_ATTENTION = ["lfm2", "lfm2_moe", "lfm3"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", [*OTHERS, *OF_ATTENTION])
+def test_others_that_pack(model_type):
+    """A decoder that is served, keeps samples apart, and is refused because its type is not in the table."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {model_type} here")
+    config = tiny_config(model_type)
+    if model_type in OF_ATTENTION:
+        config.layer_types = ["full_attention"] * 4
+        text = AutoModelForCausalLM.from_config(config)
+    else:
+        text = getattr(transformers, f"{OTHERS[model_type]}ForCausalLM")(config)
+    model = randomize(retrofitted(text.eval()))
+    assert model.model._interface.packs
+    check_packed(model, None, torch.randint(4, 90, (2, 7)), torch.randn(2, 5, CONTEXT_SIZE))
+
+
+@pytest.mark.skipif(is_before("5.24.0"), reason="the table is that of transformers 5.24")
+def test_each_type_that_packs_is_tested():
+    """A type in the table that no test compares."""
+    assert {*PACKS} <= {*SERVED, *OTHERS, *OF_ATTENTION}
 
 
 @torch.no_grad()

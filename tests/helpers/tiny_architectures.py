@@ -135,6 +135,8 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8, "zero_expert_num": 2, "ffn_hidden_size": 64},
     "mamba2": {"n_groups": 1, "head_dim": 16},
     "minicpm3": LATENT,
+    "mistral4": LATENT,
+    "mllama_text_model": {"cross_attention_layers": []},
     "sarvam_mla": LATENT,
     "moshi": {"sliding_window": 64},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
