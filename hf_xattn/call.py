@@ -29,7 +29,7 @@ from .cache.visibility import look
 from .cache.xattn_cache import XAttnCache
 from .configuration_xattn import XAttnConfig
 from .decoders.activation_wrappers import recomputes_layers
-from .decoders.decoder import holds_text, may_skip_layers
+from .decoders.decoder import holds_text
 from .decoders.packed_rows import find_samples
 from .decoders.text_inputs import check_covered
 from .images.conversation import (
@@ -51,9 +51,8 @@ from .utils.tensor_checks import is_fake, type_name
 
 logger = logging.get_logger(__name__)
 
-# Reasons why a forward must not write into a cache.
+# Why a forward must not write into a cache.
 RECOMPUTES = "Gradient checkpointing runs layers twice"
-SKIPS_LAYERS = "LayerDrop skips layers in training"
 OF_TRANSFORMERS = "a cache of transformers, such as `EncoderDecoderCache(DynamicCache(), DynamicCache())`"
 # A value of `output_attentions` for the weights of blocks alone: those of a long text to itself take a lot of memory.
 OF_BLOCKS = "blocks"
@@ -169,9 +168,7 @@ def check_cache(cache: Any) -> None:
 def why_uncached(model: Any) -> str | None:
     """Why a forward of the model must not write into a cache; None if it may."""
     learns = model.training or model.text_model.training or torch.is_grad_enabled()
-    if learns and recomputes_layers(model, model._interface.receives_keywords):
-        return RECOMPUTES
-    return SKIPS_LAYERS if model.text_model.training and may_skip_layers(model.text_model) else None
+    return RECOMPUTES if learns and recomputes_layers(model, model._interface.receives_keywords) else None
 
 
 def _find_cache(
@@ -197,11 +194,11 @@ def _find_cache(
 
 
 def _refuse_text(cache: Cache | None, uncached: str) -> None:
-    """Raises a `ValueError` for cached text, which a layer that is skipped, or runs twice, does not read."""
+    """Raises a `ValueError` for cached text, which a layer that runs twice does not read."""
     if holds_text(cache):
         raise ValueError(
             f"{uncached}, so no text can be added to `cache`, which already holds text. Call `model.eval()` and use "
-            "`torch.no_grad()`, or set `layerdrop` of the decoder to 0 and turn gradient checkpointing off."
+            "`torch.no_grad()`, or turn gradient checkpointing off."
         )
 
 

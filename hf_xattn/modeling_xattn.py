@@ -19,7 +19,7 @@ from transformers.modeling_outputs import (
 )
 
 from .cache.xattn_cache import whole_or_not_at_all
-from .call import SKIPS_LAYERS, Call, commit, decide, find_images, make_context, read_call, see
+from .call import Call, commit, decide, find_images, make_context, read_call, see
 from .checkpoints.pretrained import XAttnPreTrainedModel
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface, find_decoder, headless
@@ -36,7 +36,6 @@ from .images.vision import build_tower, is_tiled
 from .images_xattn import XAttnDelegationMixin, XAttnImagesMixin
 from .layers.context import CrossAttentionContext
 from .layers.image_rows import refuse_data_parallel
-from .learning.frozen import give_gradient
 from .outputs_xattn import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .utils.custom_code import build_part
 from .utils.tensor_checks import check_integers, check_tensor
@@ -124,8 +123,6 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         with whole_or_not_at_all(call.cache):
             outputs = self._interface.call(runner, call.text, context, call.text_cache, call.use_cache)
             weights = None if context is None else self._weights_of_blocks(context, call)
-            if call.trains and call.uncached == SKIPS_LAYERS:
-                give_gradient(outputs, self.parameters())
             if call.cache is not None and call.uncached is None:
                 commit(call, found, decision, seen, self._mark)
         cache = call.cache if call.cache is not None else outputs.get(self._interface.cache_argument)
@@ -150,13 +147,12 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
     def _weights_of_blocks(self, context: CrossAttentionContext, call: Call) -> tuple[torch.Tensor, ...] | None:
         """The attention weights of all blocks, if requested.
 
-        Raises a `RuntimeError` if a block has not run, except under LayerDrop.
+        Raises a `RuntimeError` if a block has not run.
         """
         if context.recorder is None:
             return None
         weights, expected = context.recorder.weights, len(self.config.cross_attention_layers)
-        may_differ = torch.compiler.is_compiling() or call.uncached == SKIPS_LAYERS
-        if not may_differ and len(weights) != expected:
+        if not torch.compiler.is_compiling() and len(weights) != expected:
             raise RuntimeError(
                 f"{type(self.text_model).__name__} did not pass the images to its layers: {len(weights)} of {expected} "
                 "blocks ran."

@@ -60,14 +60,6 @@ def find_decoder(language_model: PreTrainedModel) -> tuple[PreTrainedModel, nn.M
     return decoder, layers
 
 
-def may_skip_layers(language_model: PreTrainedModel) -> bool:
-    """Whether a forward may skip layers at random (LayerDrop), as OPT, XGLM and BioGPT do in training."""
-    if not language_model.training or getattr(language_model.config, "layerdrop", None) is None:
-        return False
-    decoder, _ = find_decoder(language_model)
-    return decoder.training and getattr(decoder, "layerdrop", 0.0) > 0.0
-
-
 def find_cache_argument(language_model: PreTrainedModel) -> str:
     """The argument name of the model's cache, which depends on the version of transformers, or on custom code.
 

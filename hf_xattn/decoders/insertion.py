@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..configuration_xattn import XAttnConfig
 from ..layers.context import KEYWORD, CrossAttentionContext, ImageTokens
@@ -23,6 +24,8 @@ from .channel import carried_context
 from .decoder import find_cache_argument, find_decoder, layers_receive_keywords
 from .derived import derive, is_derived
 
+
+logger = logging.get_logger(__name__)
 
 # Prefix of a derived class's name. FSDP policies and device maps find layers by this name.
 PREFIX = "CrossAttending"
@@ -139,7 +142,7 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
 
     An index that is repeated puts several blocks there, one after the other. An index equal to the number of layers
     places a block after the last layer. All layers of the stack get a derived class: the original `forward` of a layer
-    without a block would receive a keyword argument that it does not know.
+    without a block would receive a keyword argument that it does not know. LayerDrop (OPT, XGLM, BioGPT) is set to 0.
 
     Args:
         language_model (`PreTrainedModel`): causal language model that passed [`check_insertable`].
@@ -147,7 +150,14 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
     Returns:
         `list[str]`: class names of layers that must not be split across devices.
     """
-    _, layers = find_decoder(language_model)
+    decoder, layers = find_decoder(language_model)
+    if (layerdrop := getattr(decoder, "layerdrop", 0)) > 0:
+        logger.warning(
+            f"LayerDrop would skip layers with their blocks: `layerdrop` of {_name(language_model)} is 0 instead of "
+            f"{layerdrop} while it has blocks. The configuration keeps its value."
+        )
+        # An integer, which `checkpoints/removal.py` still recognizes when the model was pickled.
+        decoder.layerdrop = 0  # type: ignore[assignment]
     receives_keywords = layers_receive_keywords(language_model)
     names = {type(layer).__name__ for layer in layers}
     for index, layer in enumerate(layers):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,20 +71,6 @@ def only_images_learn(model: nn.Module) -> bool:
     """
     parts = {part_of(name) for name, weight in model.named_parameters() if weight.requires_grad}
     return bool(parts) and "text" not in parts
-
-
-def give_gradient(outputs: dict[str, Any], weights: Iterable[nn.Parameter]) -> None:
-    """Connects the outputs of a forward to the first weight that requires a gradient, by a gradient of zero.
-
-    For LayerDrop that skips every layer with a block: `backward` would fail. The outputs do not change.
-    """
-    learning = next((weight for weight in weights if weight.requires_grad), None)
-    if learning is None:
-        return
-    for name in ("loss", "logits", "last_hidden_state"):
-        value = outputs.get(name)
-        if value is not None and not value.requires_grad:
-            outputs[name] = value + learning.flatten()[:0].sum().to(value.dtype)
 
 
 def give_gradient_to_inputs(text_model: PreTrainedModel, tower: PreTrainedModel | None) -> tuple[RemovableHandle, ...]:
