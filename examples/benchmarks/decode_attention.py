@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from hf_xattn.layers.kernels import attend_in_float32, attends_in_float32, attends_unfolded
+from hf_xattn.layers.kernels import attends_unfolded
 
 
 GROUP, KV_HEADS, HEAD_DIM = 4, 8, 128
@@ -44,8 +44,6 @@ TABLE = [  # image rows, questions for each
 def package(query, key, value, key_t, value_t, mask):
     if attends_unfolded(query, key, mask, GROUP):
         return gqa(query, key, value, key_t, value_t, mask)
-    if attends_in_float32(key, dropout=0.0):
-        return attend_in_float32(query, key, value, mask, HEAD_DIM**-0.5)
     return sdpa(query, key, value, key_t, value_t, mask)
 
 

@@ -3,12 +3,8 @@
 - transformers' attention interface: SDPA, flash and flex attention, or a user's own kernel. `eager` is here, because
   the folded layout needs no repeated keys.
 - Keys and values in int8 are multiplied as they are (`cache/int8_cache.py`).
-- float16 on a CPU that does not compute in it. torch's fused kernel converts number by number, again for each query.
-  Here a few heads at a time are copied to float32. It is 1.3 to 4 times as fast, and rounds only the result
-  (`examples/benchmarks/decode_attention.py`). bfloat16 gains nothing: its conversion is a shift, which the fused
-  kernel does as it reads.
-- One text position an image on a GPU, where SDPA reads more of the memory's bandwidth with the heads unfolded (same
-  file).
+- One text position an image on a GPU, where SDPA reads more of the memory's bandwidth with the heads unfolded
+  (`examples/benchmarks/decode_attention.py`).
 """
 
 from __future__ import annotations
@@ -25,12 +21,10 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from ..cache.int8_cache import Int8States, States, attend, dense, multiplies_few
-from ..utils.projection import multiplies_natively
 
 
 logger = logging.get_logger(__name__)
 
-HEADS_AT_ONCE = 2  # the float32 copies of two heads stay in a processor's cache
 UNFOLDED_ON = "cuda"
 MASKS_UNFOLDED = torch.version.cuda is not None and is_torch_greater_or_equal("2.11")
 
@@ -75,8 +69,6 @@ def run_kernel(
     query = query.to(key.dtype)
     if name == "sdpa" and position_bias is None and (shared_mask or attends_unfolded(query, key, mask, group)):
         return _attend_unfolded(query, key, value, mask, group, dropout, module.scaling), None
-    if name == "sdpa" and position_bias is None and attends_in_float32(key, dropout):
-        return attend_in_float32(query, key, value, mask, module.scaling).transpose(1, 2), None
     if mask is not None and mask.shape[2] not in (1, query.shape[2]):
         mask = mask.repeat_interleave(group, dim=2)
     bias = {} if position_bias is None else {"position_bias": position_bias}
@@ -178,49 +170,8 @@ def _attend_unfolded(
     """SDPA with the heads of a group beside each other: they share a mask `(R, 1, r * T, N)`, and none is repeated."""
     rows, kv_heads, _, head_dim = query.shape
     query = query.view(rows, kv_heads, -1, group, head_dim).transpose(2, 3).flatten(1, 2)
-    if attends_in_float32(key, dropout):
-        output = attend_in_float32(query, key, value, mask, scaling)
-    else:
-        output = nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=group > 1
-        )
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=group > 1
+    )
     output = output.view(rows, kv_heads, group, -1, head_dim).transpose(2, 3).flatten(2, 3)
     return output.transpose(1, 2)
-
-
-def attends_in_float32(query: torch.Tensor, dropout: float) -> bool:
-    """Whether to use [`attend_in_float32`]. Training keeps the fused kernel, which saves no copies for backward."""
-    return (
-        query.dtype == torch.float16
-        and query.device.type == "cpu"
-        and not (dropout or torch.is_grad_enabled() or torch.compiler.is_compiling())
-        and not multiplies_natively(torch.float16)
-    )
-
-
-def attend_in_float32(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` on float32 copies of a few heads at a time.
-
-    Args:
-        query (`torch.Tensor`): `(rows, heads, queries, head_dim)`; consecutive heads may share a K/V head.
-        key, value (`torch.Tensor`): `(rows, kv_heads, tokens, head_dim)`.
-        mask (`torch.BoolTensor`, *optional*): True = attend; `(rows, 1, queries or 1, tokens)`. No row is all False.
-    """
-    output = torch.empty_like(query)
-    group = query.shape[1] // key.shape[1]
-    for row in range(key.shape[0]):
-        seen = None if mask is None else mask[row : row + 1]
-        for head in range(0, key.shape[1], HEADS_AT_ONCE):
-            heads = slice(head, head + HEADS_AT_ONCE)
-            queries = slice(head * group, (head + HEADS_AT_ONCE) * group)
-            output[row : row + 1, queries] = nn.functional.scaled_dot_product_attention(
-                query[row : row + 1, queries].float(),
-                key[row : row + 1, heads].float(),
-                value[row : row + 1, heads].float(),
-                attn_mask=seen,
-                scale=scaling,
-                enable_gqa=group > 1,
-            )
-    return output

@@ -128,6 +128,23 @@ def test_low_precision_stays_near_the_reference(implementation, dtype, tolerance
     assert (output.double() - expected).abs().max() < tolerance * expected.abs().max()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [None, (2, 1, 1, 40), (2, 1, 5, 40), (2, 1, 10, 40)], ids=str)
+def test_large_scores_in_float16(mask):
+    """Products of queries and keys beyond float16's largest number, which overflow before they are scaled."""
+    layer = make_layer(dtype=torch.float16, num_key_value_heads=2, head_dim=64)
+    query, key, value = ((torch.randn(2, 2, n, 64) * size).half() for n, size in ((10, 100), (40, 100), (40, 1)))
+    sees = None if mask is None else torch.rand(mask) > 0.5
+    output = kernels.run_kernel(layer, query, key, value, sees, None, group=2)[0]
+    scores = query.double() @ key.double().transpose(-1, -2)
+    assert scores.abs().max() > torch.finfo(torch.float16).max
+    scores = scores * layer.scaling
+    if sees is not None:
+        scores = scores.masked_fill(~(sees.repeat_interleave(2, dim=2) if mask[2] == 5 else sees), -torch.inf)
+    expected = (scores.softmax(-1) @ value.double()).transpose(1, 2)
+    torch.testing.assert_close(output.double(), expected, rtol=2**-10, atol=1e-3)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("quiet", [False, True])
 def test_masking_equals_removing(implementation, quiet):
