@@ -32,13 +32,7 @@ from .decoders.activation_wrappers import recomputes_layers
 from .decoders.decoder import holds_text
 from .decoders.packed_rows import find_samples
 from .decoders.text_inputs import check_covered
-from .images.conversation import (
-    ImagesOfCall,
-    PreparedImages,
-    TextOfCall,
-    read_images,
-    wrong_markers_of_known_images,
-)
+from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
 from .images.image_encoder import ImageEncoder
 from .images.image_inputs import NO_IMAGES, ImageInputs
 from .layers.context import CrossAttentionContext, Recorder
@@ -246,8 +240,12 @@ def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:
     call.images.check_device(call.device, "text")
     # Digests cost a pass over the images. Training does not need them, and compiled code cannot compare them.
     record = call.cache is not None and not call.trains and not torch.compiler.is_compiling()
-    packed = None if call.samples is None else PackedText(call.samples, _found_markers(encoder.config, call))
-    return read_images(encoder, call.images, call.cache, TextOfCall(call.rows, call.length, packed=packed), record)
+    markers = None
+    if call.samples is not None or encoder.config.image_visibility != "all":
+        markers = _found_markers(encoder.config, call)
+    packed = None if call.samples is None else PackedText(call.samples, markers)
+    text = TextOfCall(call.rows, call.length, packed=packed, markers=markers)
+    return read_images(encoder, call.images, call.cache, text, record)
 
 
 def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
@@ -274,10 +272,6 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
         markers = _markers(config, call, decided)
         if mask is None:
             _check_markers_of_images(config, call, markers, rows)
-            if images.new is not None and rows is None and not call.starts and isinstance(call.images, ImageInputs):
-                wrong = wrong_markers_of_known_images(call.images, markers, layout, images.new.layout, progress)
-                if wrong is not None:
-                    raise ValueError(wrong)
     of_text = layout if rows is None else rows.layout_of_text(layout)
     sees, after = look(config.image_visibility, of_text, progress, markers, mask, call.rows, call.length, samples)
     return Decision(sees, after, False)

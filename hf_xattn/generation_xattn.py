@@ -21,12 +21,11 @@ from transformers.utils import logging
 from transformers.utils.deprecation import deprecate_kwarg
 
 from .cache.image_cache import ImageCache
-from .cache.image_layout import rows_to
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
 from .call import check_cache, why_uncached
 from .decoders import text_inputs, vocabulary
 from .decoders.decoder import holds_text
-from .images.conversation import PreparedImages, TextOfCall, wrong_markers_of_known_images
+from .images.conversation import PreparedImages, TextOfCall
 from .images.image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .layers.image_rows import refuse_to_cache
@@ -104,7 +103,6 @@ class _ImagesOfGenerate:
     text: TextOfCall
     attentions: StepAttentions
     before: _ReadBefore | None  # None without text in the cache
-    markers: torch.Tensor | None  # `(B, T)` of the new text behind cached text; None where they decide nothing
 
 
 class _ReadBefore(NamedTuple):
@@ -185,8 +183,10 @@ class XAttnGenerationMixin:
             attentions = StepAttentions(length.new)
             in_ids = text.shape[1] - length.new
             before = _ReadBefore(text.shape[1], in_ids, length.cached - in_ids, mask) if length.cached else None
-            markers = self._markers_behind(input_ids, images, length)
-            kwargs[IMAGES] = _ImagesOfGenerate(images, length, attentions, before, markers)
+            marker = self.config.image_token_id
+            if length.cached and input_ids is not None and marker is not None and self.config.image_visibility != "all":
+                length = length._replace(markers=input_ids[:, -length.new :] == marker)
+            kwargs[IMAGES] = _ImagesOfGenerate(images, length, attentions, before)
         text_inputs.refuse_prefix(self)
         base: Any = super()
         try:
@@ -290,12 +290,6 @@ class XAttnGenerationMixin:
         cache = model_kwargs[CACHE] = XAttnCache.adopt(cache)
         if request is not None:
             images = self.model.add_images(cache, request.inputs, request.text)
-            new = images.new or images.stored
-            if request.markers is not None and images.layout is not None and new is not None:
-                markers = rows_to(request.markers, cache.text_rows or len(request.markers))  # of each beam
-                places = (images.layout, new.layout, cache.current_progress())
-                if (wrong := wrong_markers_of_known_images(request.inputs, markers, *places)) is not None:
-                    logger.warning_once(wrong)
             cache.progress = cache.current_progress().with_coming(images.mask)
         if isinstance(cache.self_attention_cache, StaticCache):
             cache.cross_attention_cache.mark_static()
@@ -344,15 +338,6 @@ class XAttnGenerationMixin:
         images = self.model.add_images(encoded, request.inputs, request.text)
         if images.layout is not None:
             model_kwargs[IMAGES] = PreparedImages(encoded.cross_attention_cache, images.mask)
-
-    def _markers_behind(
-        self, input_ids: torch.Tensor | None, images: ImageInputs, text: TextOfCall
-    ) -> torch.Tensor | None:
-        """The image markers of new text behind cached text, where they decide what the text sees of new images."""
-        marker, decides = self.config.image_token_id, self.config.image_visibility != "all" and images.text_mask is None
-        if input_ids is None or marker is None or not (text.cached and decides and images.images is not None):
-            return None
-        return input_ids[:, -text.new :] == marker
 
     def _check_markers(self, input_ids: torch.Tensor | None, images: ImageInputs, cache: XAttnCache | None) -> None:
         """Raises where the text of a first call has image markers and no images, or other numbers of the two."""

@@ -1,25 +1,12 @@
-"""Finds the images of a call that a cache already holds, by their content.
+"""Numbers that stand for the content of images, by which a cache knows images that come again.
 
-A chat client passes all images again in every turn. Cached images must not be encoded twice, and a new image must not
-be mistaken for a cached one. Images are compared row by row, in their order, without padding images:
-
-- In every row, the images start with all cached images: these are known. The images after them are new, even if one of
-  them has the same content as a cached one.
-- No image is among the cached images of its row: all images are new.
-- Images in a form that no cached image has (features, where pixels are cached) cannot be compared: all are new.
-- Anything else is an error, with the numbers in its message.
-- A padding image comes again if its content is the same, and `image_mask` names it again. It never becomes a real
-  image: the same content as a real image is a new one.
-
-Features without an image axis, `(batch, num_image_tokens, context_size)`, count as one image.
+`images/known_images.py` compares them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -51,24 +38,18 @@ class Digests:
     def real_or_all(self) -> torch.Tensor:
         return torch.ones_like(self.values, dtype=torch.bool) if self.real is None else self.real
 
-    def rows(self) -> list[np.ndarray]:
-        """The numbers of the real images, row by row."""
-        values, real = self.values.cpu().numpy(), self.real_or_all().cpu().numpy()
-        return [row[mask] for row, mask in zip(values, real)]
+    def behind(self, count: int, size: int) -> Digests:
+        """Those after the first `count` numbers: of images of `size` numbers, or of one image if `size` is 0."""
+        values, real = self.values[:, count:], None if self.real is None else self.real[:, count:]
+        left = values.shape[1]
+        return Digests(self.of, self.dtype, values, real, (size,) * (left // size) if size else (left,))
 
-    def blocks(self, row: int) -> list[bytes]:
-        """The numbers of the real images of one row, image by image."""
-        values, real = self.values[row].cpu().numpy(), self.real_or_all()[row].cpu().numpy()
-        ends = np.cumsum(self.sizes)
-        blocks = [(values[end - size : end], real[end - size : end]) for size, end in zip(self.sizes, ends)]
-        return [block[mask].tobytes() for block, mask in blocks if mask.any()]
-
-
-class Known(NamedTuple):
-    """How many of the given images (pixels) or tokens (features) a cache holds, for each row."""
-
-    counts: list[int]
-    covers_cache: bool  # whether the given images start with all cached images
+    def images(self, with_padding: bool = False) -> list[list[bytes]]:
+        """The numbers of the real images of each row, image by image."""
+        real = self.real_or_all() if not with_padding else torch.ones_like(self.values, dtype=torch.bool)
+        parts = zip(self.values.cpu().split(self.sizes, dim=1), real.cpu().split(self.sizes, dim=1))
+        columns = [[row[mask].numpy().tobytes() for row, mask in zip(*part)] for part in parts]
+        return [[image for image in row if image] for row in zip(*columns)]
 
 
 def digest(images: torch.Tensor) -> torch.Tensor:
@@ -131,62 +112,3 @@ def digests_of(
     if aspect_ratio_ids is not None:
         values = values + aspect_ratio_ids.to(values) * 6364136223846793005
     return Digests(name, dtype, values, image_mask, (per_image,) * num_images)
-
-
-def same_padding(cached: tuple[Digests, ...] | None, given: Digests) -> torch.Tensor:
-    """`(R, compared images)`: which given images have the content of a cached padding image at their place."""
-    known = next((digests for digests in cached or () if digests.of == given.of), given)
-    parts = [tensor.split(known.sizes, dim=1) for tensor in (known.values, known.real_or_all())]
-    same = [given.values.new_zeros(given.values.shape[0], 0, dtype=torch.bool)]
-    for before, real, now in zip(*parts, given.values.split(given.sizes, dim=1)):
-        if before.shape != now.shape:
-            break
-        same.append(((before.to(now.device) == now) & ~real.to(now.device)).all(dim=1, keepdim=True))
-    return torch.cat(same, dim=1)
-
-
-def find_known(cached: tuple[Digests, ...] | None, given: Digests | None) -> Known:
-    """Finds the given images in a cache, by the rule at the top of this file. None, unknown content, is refused.
-
-    Raises:
-        ValueError: if the images cannot be compared, or if only some of them are cached.
-    """
-    if cached is None or given is None:
-        raise ValueError(
-            "`cache` holds images whose content was not recorded (they were cached in training, or combined "
-            "from caches of different kinds), so the new images cannot be compared with them. Start from an empty "
-            "cache, or from a cache of `encode_images`."
-        )
-    known = next((digests for digests in cached if digests.of == given.of), None)
-    nothing = Known([0] * given.values.shape[0], False)
-    if known is None:
-        return nothing
-    if known.dtype != given.dtype:
-        raise ValueError(
-            f"Expected `{given.of}` in {known.dtype}, the dtype of the images in `cache`, got {given.dtype}. "
-            "Images of different dtypes cannot be compared."
-        )
-    known_rows, given_rows = known.rows(), given.rows()
-    if not any(len(row) for row in known_rows):
-        return nothing  # the cache holds only padding images
-    if all(len(k) <= len(g) and np.array_equal(g[: len(k)], k) for k, g in zip(known_rows, given_rows)):
-        return Known([len(row) for row in known_rows], True)
-    for row, (known_row, given_row) in enumerate(zip(known_rows, given_rows)):
-        cached_blocks, given_blocks = known.blocks(row), given.blocks(row)
-        again = sum(_is_part(block, known_row.tobytes()) for block in given_blocks)
-        again = again or sum(_is_part(block, given_row.tobytes()) for block in cached_blocks)
-        if again:
-            raise ValueError(
-                f"Expected `{given.of}` to hold all images of `cache`, in their order, and then new ones, or "
-                f"only new images. Row {row}: {len(cached_blocks)} in the cache, got {len(given_blocks)}, of which "
-                f"{again} are cached. The order differs, cached images are missing, or another row has only new images."
-            )
-    return nothing
-
-
-def _is_part(part: bytes, whole: bytes) -> bool:
-    """Whether the 8-byte numbers in `part` occur in `whole`, one after another."""
-    at = whole.find(part)
-    while at != -1 and at % 8:
-        at = whole.find(part, at + 1)
-    return at != -1

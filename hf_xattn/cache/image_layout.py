@@ -116,20 +116,7 @@ class ImageLayout:
             tokens = _both(tokens, image_mask[:, self.image_of_token])
         if token_mask is not None:
             tokens = _both(tokens, token_mask)
-        return replace(self, image_mask=images, token_mask=tokens, digests=self._hidden(image_mask))
-
-    def _hidden(self, image_mask: torch.Tensor | None) -> tuple[Digests, ...] | None:
-        """Hides images in the digests too, if the mask has one row for each image row."""
-        if self.digests is None or image_mask is None or image_mask.shape[0] != self.digests[0].values.shape[0]:
-            return self.digests
-        hidden, first = [], 0
-        for part in self.digests:
-            # If all images are of one kind, digests and layout have the images in the same order.
-            sizes = torch.tensor(part.sizes, device=part.values.device)
-            mask = image_mask[:, first : first + len(part.sizes)].to(part.values.device).repeat_interleave(sizes, dim=1)
-            hidden.append(replace(part, real=part.real_or_all() & mask))
-            first += len(part.sizes)
-        return tuple(hidden) if len(hidden) == 1 else None
+        return replace(self, image_mask=images, token_mask=tokens)
 
 
 def rows_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:

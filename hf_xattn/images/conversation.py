@@ -14,18 +14,18 @@ import torch
 from transformers.utils import logging
 
 from ..cache.cross_cache import CrossCache
-from ..cache.image_layout import ImageLayout, rows_to
+from ..cache.image_layout import ImageLayout
 from ..cache.packed_samples import PackedText
 from ..cache.pytrees import dataclass_node
-from ..cache.text_progress import CallersMask, TextProgress
+from ..cache.text_progress import CallersMask
 from ..cache.xattn_cache import XAttnCache
 from ..configuration_xattn import XAttnConfig
 from ..layers.image_rows import ImageRows
-from ..utils.tensor_checks import is_fake, type_name
+from ..utils.tensor_checks import type_name
 from .image_encoder import ImageEncoder, ImageSource, NewImages, StoredImages
 from .image_inputs import NO_IMAGES, ImageInputs
 from .image_positions import check_hides_last, place_in_samples
-from .placement import check_known_mask
+from .known_images import check_known_mask, check_markers
 
 
 logger = logging.get_logger(__name__)
@@ -43,6 +43,7 @@ class TextOfCall(NamedTuple):
     new: int  # tokens that the cache does not hold
     cached: int = 0  # cached tokens that a caller's mask may also cover
     packed: PackedText | None = None  # None if no row is packed
+    markers: torch.Tensor | None = None  # `(B, T)` of the new text; None where they are unknown or decide nothing
 
 
 class ImagesOfCall(NamedTuple):
@@ -81,12 +82,14 @@ def read_images(
             rows = ImageRows.of(inputs.image_rows, inputs.images.shape[0])
         if text.packed is not None:
             inputs = place_in_samples(encoder.config, inputs, text.packed, rows)
-    new, axes = encoder.read(inputs, cached, record_content, source)
+    new, axes, again = encoder.read(inputs, cached, record_content, source)
     layout = cached
     if cache is not None and new is not None and inputs.images is not None:
         all_see = encoder.config.image_visibility == "all"
-        if new.layout.num_images == inputs.images.shape[1]:  # otherwise the call gives all cached images again
+        if not again:
             cache.check_images_read(all_see)
+        elif cached is not None and text.markers is not None and inputs.text_mask is None:
+            check_markers(text.markers, cached, new.layout, cache.current_progress())
         if all_see and cache.text_rows is not None:
             if not torch.compiler.is_compiling() and int(cache.get_seq_length()):
                 logger.warning_once(UNSEEN)
@@ -113,39 +116,6 @@ def _narrowed(config: XAttnConfig, cached: ImageLayout, inputs: ImageInputs, has
     if inputs.image_mask is not None:
         check_hides_last(config, inputs.image_mask, cached)
     return cached.narrowed(inputs.image_mask, inputs.token_mask)
-
-
-def wrong_markers_of_known_images(
-    inputs: ImageInputs, markers: torch.Tensor, layout: ImageLayout, new: ImageLayout, progress: TextProgress
-) -> str | None:
-    """The error if a row has a marker for each of its images, but the cache takes some of them for its own, or None.
-
-    Then a new image would be shown at the marker of a cached one, which the caller has sent once more.
-
-    Args:
-        inputs ([`ImageInputs`]): of a call with images behind cached text.
-        markers (`torch.BoolTensor`): `(B, T)`, True where the new text holds a marker.
-        layout ([`ImageLayout`]): of all images, cached and new.
-        new ([`ImageLayout`]): of the new images.
-        progress ([`TextProgress`]): of the cached text.
-    """
-    rows = markers.shape[0]
-    if torch.compiler.is_compiling() or is_fake(markers):
-        return None
-    given, total, fresh = (
-        rows_to(each.to(markers.device), rows) for each in (inputs.counts, layout.counts, new.counts)
-    )
-    waiting = total if progress.counts is None else total - progress.counts.rows_to(rows).state[:, 0]
-    wrong = (markers.sum(dim=-1) == given) & (waiting != given) & (fresh > 0) & (fresh != given)
-    if not bool(wrong.any()):
-        return None
-    row = int(wrong.nonzero()[0])
-    return (
-        f"Row {row}: expected one image marker for each of {int(waiting[row])} images without one, got "
-        f"{int(given[row])}. The call gives {int(given[row])} images, which begin with those of `cache`: "
-        "these count as the same. To send one of them again, pass all images of the conversation and then the new "
-        "ones."
-    )
 
 
 @dataclass_node

@@ -21,7 +21,7 @@ from .connector import XAttnConnector
 from .grid_code import check_square
 from .image_inputs import ImageAxis, ImageInputs
 from .image_positions import place_in_row
-from .placement import Placement, check_known_mask, place
+from .known_images import NewOnes, check_known_mask, find_new
 from .tower import check_not_trained, states_for_all_weights
 from .vision import Tiles, blank_image, connect, real_tiles_of, run_tower, token_mask_of
 
@@ -73,6 +73,7 @@ class Reading(NamedTuple):
 
     new: NewImages | StoredImages | None  # None if the cache holds all images
     axes: list[ImageAxis]  # image axes that a caller's mask for each text token may have
+    again: bool = False  # whether the call gives all images of the cache
 
 
 class ImageEncoder:
@@ -205,72 +206,67 @@ class ImageEncoder:
                 None, [ImageAxis(cached.sizes, real=cached.image_mask if inputs.image_mask is None else None)]
             )
         digests = self._digests(inputs) if record_content or cached is not None else None
-        placement = Placement(real=inputs.real_images)
-        if cached is not None:
-            inputs, digests, placement = place(inputs, digests, cached)
-        assert inputs.images is not None
+        found = NewOnes(inputs, digests) if cached is None else find_new(inputs, digests, cached)
+        assert found.inputs.images is not None
         new: NewImages | StoredImages | None = None
-        if placement.count(inputs.images.shape[1]) and 0 not in inputs.images.shape:
-            new = self._encode(inputs, placement, digests if record_content else None, cached, source)
+        if 0 not in found.inputs.images.shape:
+            new = self._encode(found, record_content, cached, source)
         elif inputs.token_mask is not None and cached is not None:
-            given = placement.over_cache(inputs.token_mask, inputs.images.shape[1], cached, cached.num_tokens)
-            check_known_mask("cross_attention_mask", given, cached)
-        return Reading(new, placement.axes(cached, () if new is None else new.layout.sizes))
+            check_known_mask("cross_attention_mask", inputs.token_mask, cached)
+        return Reading(new, found.axes(cached, () if new is None else new.layout.sizes), found.again)
 
     def _encode(
-        self,
-        inputs: ImageInputs,
-        placement: Placement,
-        digests: Digests | None,
-        cached: ImageLayout | None,
-        source: ImageSource | None,
+        self, found: NewOnes, record_content: bool, cached: ImageLayout | None, source: ImageSource | None
     ) -> NewImages | StoredImages:
-        images = place_in_row(self.config, inputs.each_image(placement.take), placement.real, cached)
+        real, given_mask = found.inputs.real_images, found.inputs.token_mask
+        images = place_in_row(self.config, found.inputs, real, cached)
         assert images.images is not None
         rows, num_images = images.images.shape[:2]
-        if source is not None and inputs.token_mask is not None and not images.pass_connector:
-            given = placement.of_new_images(inputs.token_mask, num_images * images.images.shape[2], cached)
+        if source is not None and given_mask is not None and not images.pass_connector:
+            given = found.part_of(given_mask, num_images * images.images.shape[2], cached)
             shown = _without_padding_tokens(images.images, given)
             # Finite padding stays: the same features are found again beside another mask.
             images = replace(images, images=torch.where(images.images.isfinite(), images.images, shown))
-        found = None
+        stored = None
         if source is not None:
-            found = source.read(images, placement.real, self._dtype_of(images), self._features_of)
-        if found is None:
-            features = self._features_of(images, placement)
+            stored = source.read(images, real, self._dtype_of(images), self._features_of)
+        if stored is None:
+            features = self._features_of(images, real)
             tokens, device = features.shape[2], features.device
         else:
-            tokens, device = found.tokens, found.device
-        token_mask = token_mask_of(images.tiles, placement.real, tokens)
-        if inputs.token_mask is not None:
-            given = placement.of_new_images(inputs.token_mask, num_images * tokens, cached)
+            tokens, device = stored.tokens, stored.device
+        token_mask = token_mask_of(images.tiles, real, tokens)
+        if given_mask is not None:
+            given = found.part_of(given_mask, num_images * tokens, cached)
             both = max(given.shape[0], rows)
             token_mask = given if token_mask is None else rows_to(given, both) & rows_to(token_mask, both)
-        content = None if digests is None else (placement.digests(digests, 1 if inputs.pass_connector else tokens),)
-        layout = ImageLayout.of((tokens,) * num_images, device, token_mask, placement.real, content)
-        if found is not None:
-            return StoredImages(found, layout)
+        content = (found.digests,) if record_content and found.digests is not None else None
+        layout = ImageLayout.of((tokens,) * num_images, device, token_mask, real, content)
+        if stored is not None:
+            return StoredImages(stored, layout)
         # Also where the real tokens are taken: compiled code reads padding, too.
         return NewImages(_without_padding_tokens(features, token_mask).flatten(1, 2), layout)
 
-    def _features_of(self, images: ImageInputs, placement: Placement | None = None) -> torch.Tensor:
-        """`(R, n, tokens, context_size)` of pixels or tower outputs; features as given."""
+    def _features_of(self, images: ImageInputs, real: torch.Tensor | None = None) -> torch.Tensor:
+        """`(R, n, tokens, context_size)` of pixels or tower outputs; features as given.
+
+        `real` (`torch.BoolTensor`, *optional*): `(R, n)`, False for padding images.
+        """
         assert images.images is not None
         if not images.pass_connector:
             return images.images
-        real = None if placement is None else placement.real
-        shape, places = images.images.shape[:2], real_places(real)
+        encoded, shape, places = real, images.images.shape[:2], real_places(real)
         if places is not None and real is not None:
-            real = None if places else real[:1, :1]
+            encoded = None if places else real[:1, :1]
             places = places or [(0, 0)]  # a padding image: other processes may wait until one is encoded
             images = images.at(places)
         given = images.images
         assert given is not None
         if images.name == "pixel_values":
-            pixels = _without_padding_images(given, real)
+            pixels = _without_padding_images(given, encoded)
             features = self.outputs(pixels, images.tiles, images.positions, real_tiles_of(images.tiles))[1]
         else:
-            features = self._of_tower_outputs(images, real)
+            features = self._of_tower_outputs(images, encoded)
         return features if places is None else _at_places(features, places, shape)
 
     def _digests(self, inputs: ImageInputs) -> Digests:

@@ -58,9 +58,6 @@ class ImageAxis:
 
     sizes: tuple[int, ...]  # tokens of each image on the axis
     first: int = 0  # number of cached image tokens in front of the axis
-    # `(R, images)`, position of each image among all images, -1 for padding; None: same order
-    places: torch.Tensor | None = None
-    all_sizes: tuple[int, ...] = ()  # with `places`: tokens of each of all images
     # `(rows, cached images)`, which of the cached images at the front of the axis a mask may show; None if no image is
     # padding, or the call's `image_mask` names those that are
     real: torch.Tensor | None = None
@@ -78,19 +75,6 @@ class ImageAxis:
                 f"of row {row}, for which `image_mask` was False. Set its entries to False, or pass the picture as a "
                 "new image."
             )
-
-    def moved(self, mask: torch.Tensor) -> torch.Tensor:
-        """Maps a mask `(rows, T, tokens of this axis)` to the tokens of all images."""
-        if self.places is None:
-            return mask
-        rows, text_len, _ = mask.shape
-        tokens, total = self.sizes[0], len(self.all_sizes)
-        places = rows_to(self.places, rows).to(mask.device)
-        places = torch.where(places < 0, total, places)  # padding is written to an extra position, which is cut off
-        result = mask.new_zeros(rows, text_len, total + 1, tokens)
-        index = places[:, None, :, None].expand(-1, text_len, -1, tokens)
-        result.scatter_(2, index, mask.unflatten(2, (-1, tokens)))
-        return result[:, :, :total].flatten(2)
 
 
 @dataclass(frozen=True)
@@ -255,7 +239,7 @@ class ImageInputs:
                     mask, tiled = _of_tokens(mask, axis.sizes), False
                 if not tiled and mask.shape[2] == sum(axis.sizes):
                     axis.check_shown(self.text_mask_name, mask)
-                    return CallersMask(axis.moved(mask), axis.first)
+                    return CallersMask(mask, axis.first)
         raise ValueError(self._text_mask_error(axes, text_lens))
 
     def _text_mask_error(self, axes: list[ImageAxis], text_lens: tuple[int, ...]) -> str:

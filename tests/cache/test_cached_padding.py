@@ -16,7 +16,7 @@ def bring_back_padding(talk: Talk) -> None:
     token.
     """
     rng = talk.rng
-    if not talk.aligned or talk.own_masks or talk.cache is talk.original:
+    if talk.own_masks or talk.cache is talk.original:
         return
     places = [
         (row, n) for row in range(len(talk.rows)) for n, image in enumerate(talk.rows[row].images) if not image.real

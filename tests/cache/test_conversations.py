@@ -85,7 +85,15 @@ def test_crop_brings_the_state_back():
 
 def test_images_beside_a_cache():
     """Rules out a part of the cached images that passes for all or for none of them."""
-    assert beside_a_cache([[1, 2], [3]], [[1, 2, 1], [3]]) == [2, 1]
-    assert beside_a_cache([[1, 2], [3]], [[4], [1]]) == [0, 0]
-    for given in ([[1], [3]], [[2, 1], [3]], [[1, 2], [4]], [[4, 1], [5]], [[1, 4], [3]]):
-        assert beside_a_cache([[1, 2], [3]], given) is None
+    assert beside_a_cache([[1, 2], [3, None]], [[1, 2, 1], [3, None, 4]]) is True
+    assert beside_a_cache([[1, 2], [3, None]], [[4], [1]]) is False
+    for given in (
+        [[1], [3]],
+        [[2, 1], [3, None]],
+        [[1, 2], [4, None]],
+        [[4, 1], [5, None]],
+        [[1, 4], [3, None]],
+        [[1, 2, 5], [3, 4, None]],
+        [[1, 2], [None, 3]],
+    ):
+        assert beside_a_cache([[1, 2], [3, None]], given) is None

@@ -9,6 +9,9 @@ from hf_xattn.cache.image_cache import combine_images
 from hf_xattn.utils.transformers_api import CACHE
 
 
+WHAT_TO_SEND = "Pass only the new images, or all images of the conversation from the first on"
+
+
 def images_cases():
     a, b, c = (pixels(2, 1, seed=seed) for seed in (50, 51, 52))
     return a, b, c
@@ -45,7 +48,7 @@ def test_images_that_come_again(kind):
     for cached, given in (([a, b], [b]), ([a, b], [a]), ([a, b], [b, a]), ([a], [c, a]), ([a, b], [a, c])):
         if kind == "states_flat" and len(cached) == len(given):
             continue  # features without an axis of images are one image, and this is another one
-        with pytest.raises(ValueError, match=r"Row 0: [12] in the cache, got"):
+        with pytest.raises(ValueError, match=rf"Row 0: [12] in the cache, got .* {WHAT_TO_SEND}"):
             length(cached, given)
 
 
@@ -78,33 +81,122 @@ def test_a_cached_image_that_is_sent_again_with_its_marker(rule):
     close(model(ids[:, 1:7], cache=later, pixel_values=joined(a, b)).logits[:, 3:], turns(3, pixel_values=b))
 
 
+def rows_with_padding(*images):
+    """The first two images in a cache, of which row 1 has only the first one; all of them; and their masks."""
+    mask = torch.tensor([[True, True], [True, False]])
+    return joined(*images[:2]), mask, joined(*images), torch.nn.functional.pad(mask, (0, 1), value=True)
+
+
 @torch.no_grad()
-def test_images_that_come_again_row_by_row():
-    """Rows with different numbers of images: a new image of one row that takes the place of another row's padding."""
+@pytest.mark.parametrize("given", ["all", "new"])
+@pytest.mark.parametrize("content", ["same", "other"])
+def test_rows_with_different_numbers_of_images(given, content):
+    """A new image at the marker of a cached one, where a row has padding among its images, of whatever content."""
     model, ids = marked("previous"), token_ids(2, 9)
     ids[:, 1] = ids[0, 3] = ids[:, 6] = MARKER
-    a, b, c = images_cases()
-    first = joined(a, b)
-    mask = torch.tensor([[True, True], [True, False]])
+    first, mask, images, whole = rows_with_padding(*images_cases())
+    expected = model(ids, pixel_values=images, image_mask=whole, use_cache=False).logits[:, 5:]
     cache = model(ids[:, :5], pixel_values=first, image_mask=mask)[CACHE]
-    later = torch.stack([joined(a, b, c)[0], joined(a, c, b)[1]])  # row 1 has two images, its padding at the end
-    later_mask = torch.tensor([[True, True, True], [True, True, False]])
-    inputs = {"pixel_values": later, "image_mask": later_mask}
-    logits = model(ids[:, 5:], cache=cache, **inputs).logits
-    assert close(logits, model(ids, use_cache=False, **inputs).logits[:, 5:])
+    if content == "other":
+        images[1, 1] = torch.nan
+    inputs = {"pixel_values": images, "image_mask": whole} if given == "all" else {"pixel_values": images[:, 2:]}
+    assert close(model(ids[:, 5:], cache=cache, **inputs).logits, expected)
     assert cache.cross_attention_cache.layout.num_images == 3
 
 
 @torch.no_grad()
+def test_other_slots_than_before_are_refused():
+    """A new image of one row in the slot of another row's padding, which was found by a search of each row."""
+    model, ids = marked("previous"), token_ids(2, 9)
+    ids[:, 1] = ids[0, 3] = ids[:, 6] = MARKER
+    first, mask, images, whole = rows_with_padding(*images_cases())
+    expected = model(ids, pixel_values=images, image_mask=whole, use_cache=False).logits[:, 5:]
+    cache = model(ids[:, :5], pixel_values=first, image_mask=mask)[CACHE]
+    left = torch.stack([images[0], images[1, [0, 2, 1]]])  # the padding of row 1 stands at its end
+    end = torch.tensor([[True, True, True], [True, True, False]])
+    only_one = torch.stack([images[0], pixels(1, 3, seed=77)[0]])  # row 1 has new images alone
+    for given in (
+        {"pixel_values": left, "image_mask": end},
+        {"pixel_values": images},  # without a word on what is padding
+        {"pixel_values": images[:, :2]},
+        {"pixel_values": images[:, 1:], "image_mask": whole[:, 1:]},
+        {"pixel_values": only_one, "image_mask": whole},
+    ):
+        for call, arguments in (
+            (model, {"input_ids": ids[:, 5:]}),
+            (model.generate, {"input_ids": ids, "max_new_tokens": 2}),
+            (model.encode_images, {}),
+        ):
+            with pytest.raises(ValueError, match=WHAT_TO_SEND):
+                call(**arguments, **given, cache=cache)
+    assert close(model(ids[:, 5:], cache=cache, pixel_values=images[:, 2:]).logits, expected)  # nothing was left behind
+
+
+@torch.no_grad()
+def test_pixels_and_features_in_one_cache():
+    """An image that was lost: all pixels of the conversation are given, and the cache holds features, too."""
+    model, ids, (a, b, c) = make_model(), token_ids(2, 4), images_cases()
+    cache = model.encode_images(pixel_values=a)
+    model.encode_images(cross_attention_states=states_of(model, b), cache=cache)
+    for given in (joined(a, c), a):
+        with pytest.raises(ValueError, match=WHAT_TO_SEND):
+            model(ids, cache=cache, pixel_values=given)
+    logits = model(ids, cache=cache, pixel_values=c).logits
+    assert close(logits, model(ids, pixel_values=joined(a, b, c), use_cache=False).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["pixels", "states"])
+@pytest.mark.parametrize("rule", ["all", "previous", "latest", "latest_group"])
+def test_text_rows_that_share_the_images(rule, kind):
+    """A new image at another text row's marker, where several text rows share an image row of `encode_images`."""
+    model, ids, (a, b, c) = marked(rule), token_ids(4, 12), images_cases()
+    ids[:, 1] = ids[::2, 3] = ids[1::2, 4] = ids[1, 7] = ids[3, 8] = ids[::2, 9] = MARKER
+
+    def inputs(*images, repeats=1):
+        given = joined(*images).repeat_interleave(repeats, 0)
+        return {"pixel_values": given} if kind == "pixels" else {"cross_attention_states": states_of(model, given)}
+
+    whole = inputs(a, b, c, repeats=2)
+    if rule == "all":
+        whole["image_attention_mask"] = torch.ones(4, 12, 3).long()
+        whole["image_attention_mask"][:, :6, 2] = 0
+    expected = model(ids, **whole, use_cache=False).logits
+    for given in (inputs(a, b, c), inputs(c)):
+        cache = model.encode_images(**inputs(a))
+        model.encode_images(cache=cache, **inputs(a, b))
+        first = model(ids[:, :6], cache=cache, **inputs(a, b)).logits
+        last = model(ids[:, 6:], cache=cache, **given).logits
+        assert close(torch.cat([first, last], 1), expected)
+        assert cache.cross_attention_cache.layout.num_images == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["previous", "latest"])
+def test_images_again_after_text_was_removed(rule):
+    """A turn that is taken back and asked with another picture, which the cache takes for the one that it holds."""
+    model, ids, (a, b, c) = marked(rule), token_ids(2, 12), images_cases()
+    ids[:, 1] = ids[:, 5] = ids[:, 9] = MARKER
+    cache = model(ids[:, :4], pixel_values=a)[CACHE]
+    model(ids[:, 4:8], cache=cache, pixel_values=joined(a, b))
+    cache.crop(-4)
+    for given in (joined(a, c), a, joined(b, c)):
+        with pytest.raises(ValueError, match=WHAT_TO_SEND):
+            model(ids[:, 4:8], cache=cache, pixel_values=given)
+    again = model(ids[:, 4:8], cache=cache, pixel_values=joined(a, b)).logits
+    more = model(ids[:, 8:], cache=cache, pixel_values=joined(a, b, c)).logits
+    expected = model(ids, pixel_values=joined(a, b, c), use_cache=False).logits
+    assert close(torch.cat([again, more], 1), expected[:, 4:])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kind", ["tokens", "images", "padding"])
-def test_masks_in_the_places_of_the_call(kind):
-    """A mask laid over the cache's places of images where the call has them in others."""
+def test_masks_of_all_images_that_are_given(kind):
+    """A mask laid over other images than those of the call, which gives those of the cache again."""
     model, ids = make_model(), token_ids(2, 9)
-    a, b, c = images_cases()
-    mask = torch.tensor([[True, True], [True, False]])
-    cache = model(ids[:, :5], pixel_values=joined(a, b), image_mask=mask)[CACHE]
-    images = torch.stack([joined(a, b, c)[0], joined(a, c, b)[1]])
-    inputs = {"pixel_values": images, "image_mask": torch.tensor([[True, True, True], [True, True, False]])}
+    first, mask, images, real = rows_with_padding(*images_cases())
+    cache = model(ids[:, :5], pixel_values=first, image_mask=mask)[CACHE]
+    inputs = {"pixel_values": images, "image_mask": real}
     sees = torch.ones(2, 9, 3, dtype=torch.bool)
     sees[:, 5:] = torch.rand(2, 4, 3) < 0.6
     sees[:, :5, 1:] = torch.tensor([[True, False], [False, False]])[:, None]  # what the first call has seen
@@ -137,7 +229,7 @@ def test_images_that_come_again_beside_masks_of_text_rows():
         cache = model.encode_images(images[:, :2])
         model(ids[:, :5], cache=cache, image_mask=hidden)
         for again in (images, images[:, :2]):
-            with pytest.raises(ValueError, match=r"Expected only the new images, because the `image_mask` .* \(4, 2\)"):
+            with pytest.raises(ValueError, match=WHAT_TO_SEND):
                 model(ids[:, 5:], cache=cache, pixel_values=again)
         sees = torch.rand(4, 3, 3) < 0.6
         sees[:, :, :2] &= hidden[:, None]
@@ -149,13 +241,12 @@ def test_images_that_come_again_beside_masks_of_text_rows():
 
 @torch.no_grad()
 def test_images_that_come_again_beside_a_mask_of_tokens_for_each_text_row():
-    """IndexError: the text rows of an image row hide different tokens, and images come in another order."""
+    """IndexError: the text rows of an image row hide different tokens, and the images are given again."""
     model, ids, images = make_model(), token_ids(4, 8), pixels(2, 3)
     padding, tokens = torch.tensor([[True, True], [True, False]]), torch.rand(4, 32) < 0.7
     cache = model.encode_images(images[:, :2], image_mask=padding)
     model(ids[:, :5], cache=cache, cross_attention_mask=tokens)
-    again = torch.stack([images[0], images[1, [0, 2, 1]]])
-    given = {"pixel_values": again, "image_mask": torch.tensor([[True, True, True], [True, True, False]])}
+    given = {"pixel_values": images, "image_mask": torch.nn.functional.pad(padding, (0, 1), value=True)}
     logits = model(ids[:, 5:], cache=cache, **given).logits
     sees = torch.ones(4, 8, 48, dtype=torch.bool)
     sees[:, :, :32] = (tokens & padding.repeat_interleave(16, 1).repeat_interleave(2, 0))[:, None]
@@ -212,22 +303,23 @@ def test_padding_that_comes_again_without_a_word(kind, rule):
         model(ids[:, 4:8], cache=cached)
         return cached
 
-    with pytest.raises(ValueError, match="`image_mask`, got none: image 0 of row 0 is padding"):
+    with pytest.raises(ValueError, match=WHAT_TO_SEND):
         model(ids[:, 8:], cache=cache(), **inputs(a, b))
     for real, whole, real_of_whole in (
-        ([False, True], (a, b), [False, True]),
         ([True, True], (a, a, b), [False, True, True]),
-        ([False, True], (a, c, b), [False, False, True]),  # another padding image
+        ([False, True], (a, b), [False, True]),
+        ([False, True], (c, b), [False, True]),  # other padding in its place, which nobody sees
     ):
         later, known = inputs(*whole[-2:], real=real), cache()
         logits = model(ids[:, 8:], cache=known, **later).logits
         expected = model(ids, **inputs(*whole, real=real_of_whole), use_cache=True).logits
         assert close(logits, expected[:, 8:])
         assert known.cross_attention_cache.layout.num_images == len(whole)
-    sees, found = torch.tensor([0, 0, 1]).expand(2, 4, -1), []
-    for columns in (sees, sees[..., 1:]):  # of all images, or of those that are given
-        found.append(model(ids[:, 8:], cache=cache(), **later, image_attention_mask=columns).logits)
-    assert torch.equal(*found)
+    masked = model(ids[:, 8:], cache=cache(), **later, image_attention_mask=torch.tensor([[[0, 1]] * 4] * 2)).logits
+    sees = torch.tensor([0, 1] * 4).view(1, 4, 2).expand(2, -1, -1)
+    sees = torch.nn.functional.pad(sees, (0, 0, 8, 0))
+    expected = model(ids, **inputs(c, b), image_attention_mask=sees, use_cache=False).logits
+    assert close(masked, expected[:, 8:])
 
 
 @torch.no_grad()

@@ -39,9 +39,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 
 from hf_xattn.cache.image_cache import select_images
 from hf_xattn.cache.xattn_cache import BROKEN
+from hf_xattn.images.known_images import SEND
 from hf_xattn.utils.transformers_api import CACHE, has
 
 
+PART = "a part of the images in the cache, or in other slots"  # a call that must be refused
 Slots = list[list[Image]]  # the images of each image row; all rows have as many
 
 
@@ -75,7 +77,6 @@ class Talk(TakesAway):
         self.original: EncoderDecoderCache | None = None  # of `encode_images`, to be asked again
         self.original_rows: list[Row] = []
         self.original_image_rows = 1
-        self.aligned = True  # images lie in the cache in the slots in which they were given
         self.own_masks = False  # the text rows of an image row have different padding
         self.croppable = 0
         self.images_at = -1  # tokens in front of the last images: after a crop to these, new images are refused
@@ -156,26 +157,13 @@ class Talk(TakesAway):
 
     def place_images(self, given: Slots, before: int = 0) -> None:
         """Notes what the cache must hold after these images were given. `before`: tokens that they came with."""
-        real = [[(image.picture, image.size) for image in images if image.real] for images in given]
-        known = beside_a_cache([row.real for row in self.image_rows], real)
-        assert known is not None, "this conversation gives images that must be refused"
-        slots = self.num_slots
-        same_slots = self.comes_again(given)
+        again = self.beside(given)
+        assert again is not None, "this conversation gives images that must be refused"
         self.images_at = self.length - before
+        slots = self.num_slots if again else 0
         for number, images in enumerate(given):
             for row in self.rows[number * self.repeats : (number + 1) * self.repeats]:
-                if same_slots:
-                    row.images += images[slots:]
-                elif known[number]:
-                    self.aligned = False
-                    row.images += [image for image in images if image.real][known[number] :]
-                else:
-                    self.aligned &= not any(known)
-                    row.images += images
-        if not self.aligned:  # equal lengths again; padding is seen by nobody
-            most = max(len(row.images) for row in self.rows)
-            for row in self.rows:
-                row.images += [Image(0, 1, False)] * (most - len(row.images))
+                row.images += images[slots:]
 
     def encode(self, given: Slots, faulty: bool = False) -> None:
         """Images through `encode_images`, into a new cache or the one that is there."""
@@ -200,20 +188,11 @@ class Talk(TakesAway):
 
     def can_be_explicit(self, given: Slots | None, axis: str) -> bool:
         """Whether a per-token mask says something that the rules here decide."""
-        if not self.aligned or (given is None and not self.num_slots):
+        if given is None and not self.num_slots:
             return False
         if given is not None and any(image.tokens is not None for images in given for image in images):
             return False  # their padding needs the same argument
-        if given is not None and self.num_slots and self.lies_elsewhere(given):
-            return False  # places of the call are not those of the cache: see test_known_images.py
         return axis == "all" or not any(row.states and row.states[-1].held for row in self.rows)
-
-    def lies_elsewhere(self, given: Slots) -> bool:
-        """Whether the images of the cache are given again in other slots."""
-        if self.comes_again(given):
-            return False
-        known = [{image.picture for image in row.images if image.real} for row in self.image_rows]
-        return any(image.real and image.picture in row for images, row in zip(given, known) for image in images)
 
     def explicit(self, given: Slots | None, axis: str, length: int, first: int = 0, form: str = "tokens") -> Explicit:
         """A random mask of `length` rows; the first `first` ones repeat what the text in the cache has seen.
@@ -261,11 +240,18 @@ class Talk(TakesAway):
         both = [row.images + images for row, images in zip(self.image_rows, given)]
         return both, list(range(len(both[0])))
 
+    def beside(self, given: Slots) -> bool | None:
+        """Whether the call gives all images of the cache in their slots, or only new ones; None if it is refused."""
+        return beside_a_cache(
+            *(
+                [[image.content for image in images] for images in rows]
+                for rows in ([row.images for row in self.image_rows], given)
+            )
+        )
+
     def comes_again(self, given: Slots | None) -> bool:
         """Whether the call gives all images of the cache in their slots, with what of them is padding."""
-        if given is None:
-            return False
-        return all(images[: self.num_slots] == row.images for row, images in zip(self.image_rows, given))
+        return given is not None and self.beside(given) is True
 
     def padding_inputs(self, rows: list[Row], what: str) -> dict[str, torch.Tensor]:
         """`image_mask` or a 2-D `cross_attention_mask` as these rows have it."""
@@ -305,12 +291,13 @@ class Talk(TakesAway):
         return 0 if self.cache is None else int(self.cache.get_seq_length())
 
     def must_raise(self, what: str, function: Callable[[], Any]) -> None:
-        """A call that has no right answer; the error says which number is wrong."""
+        """A call that has no right answer; the error says which number is wrong, or which images to send."""
         self.log.append(f"  must be refused: {what}")
         try:
             function()
         except ValueError as error:
             assert re.search(r"\d", str(error)), f"the error names no numbers: {error}"
+            assert what != PART or SEND in str(error), f"the error does not tell what to send: {error}"
             return
         raise AssertionError(f"no ValueError: {what}")
 

@@ -47,6 +47,11 @@ class Image:
     def visible(self) -> tuple[bool, ...]:
         return tuple(self.real and (self.tokens is None or self.tokens[index]) for index in range(self.size))
 
+    @property
+    def content(self) -> tuple[int, int] | None:
+        """What a cache compares; None for padding."""
+        return (self.picture, self.size) if self.real else None
+
     def __str__(self) -> str:
         mask = "" if self.tokens is None else ":" + "".join(str(int(token)) for token in self.tokens)
         return (f"p{self.picture}" if self.real else f"(p{self.picture})") + mask
@@ -129,13 +134,16 @@ class Row:
             del entries[len(entries) - count :]
 
 
-def beside_a_cache(cached: list[list], given: list[list]) -> list[int] | None:
-    """How many of each row's given images are those of the cache: all or none. None: neither, which is an error."""
+def beside_a_cache(cached: list[list], given: list[list]) -> bool | None:
+    """Whether a call gives all images of a cache in their slots, or only new ones. None: neither, which is an error.
+
+    Args:
+        cached, given: row by row the content of each slot, None for padding.
+    """
     if all(there == images[: len(there)] for there, images in zip(cached, given)):
-        return [len(there) for there in cached]
-    if not any(image in there for there, images in zip(cached, given) for image in images):
-        return [0] * len(cached)
-    return None
+        return True
+    known = any(image is not None and image in there for there, images in zip(cached, given) for image in images)
+    return None if known else False
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cached_talk import Slots, Talk
+from cached_talk import PART, Slots, Talk
 from conversations import (
     DECODERS,
     MARKER,
@@ -19,7 +19,6 @@ from conversations import (
     STEPWISE,
     Image,
     Over,
-    beside_a_cache,
     draw_text,
 )
 
@@ -38,7 +37,8 @@ class Plan:
         whole: that mask covers the text in the cache too.
         wrong: a mask of a wrong length, which must be refused.
         late: padding is named beside a cache of images that were encoded without it.
-        relaid: images that are given again lie in other slots, with the padding of a row at its end.
+        relaid: images that are given again lie in other slots, with the padding of a row at its end, and must be
+            refused.
         few: markers that are fewer than the images.
         take: text or rows are taken away or moved after a turn.
         uncached: the same question with `use_cache=False`.
@@ -100,7 +100,7 @@ PLANS = {
 
 THEMES = tuple(PLANS)
 # Refusals that depend on which pictures come twice by chance: what the caller means is not clear, and the error asks.
-UNCLEAR = ("these count as the same. To send one of them again", "a part of the text that came with the images")
+UNCLEAR = ("these count as the same.", "a part of the text that came with the images")
 
 
 def start(rng: random.Random, plan: Plan) -> Talk:
@@ -157,7 +157,7 @@ def turn(talk: Talk, plan: Plan, padding: str, last: bool) -> None:
     if not talk.length and (talk.bank.name not in STATE_SPACE or last) and not fixed and rng.random() < 0.4:
         pad_left(talk)
 
-    if talk.length and talk.num_slots and talk.aligned and rng.random() < plan.wrong:
+    if talk.length and talk.num_slots and rng.random() < plan.wrong:
         other_padding(talk)
     extra = padding_given(talk, late, given)
     if mode == "forward":
@@ -200,7 +200,7 @@ def draw_given(talk: Talk, plan: Plan, padding: str) -> tuple[Slots | None, list
         return None, nothing
     there = cached(talk)
     if talk.kind == "states3":
-        if talk.num_slots == 1 and talk.aligned and rng.random() < 0.3:
+        if talk.num_slots == 1 and rng.random() < 0.3:
             return there, nothing
         there = [[] for _ in there]
     elif rng.random() < 0.2:
@@ -209,18 +209,13 @@ def draw_given(talk: Talk, plan: Plan, padding: str) -> tuple[Slots | None, list
     new = talk.draw_images(rng.randint(1, 2), padding, not again or rng.random() < 0.7, hidden)
     given = [old + images for old, images in zip(there, new)] if again else new
     if again and rng.random() < plan.relaid:
-        given = talk.relaid(given)
+        refuse(talk, talk.relaid(given))
     return given, [sum(image.real for image in images) for images in new]
 
 
 def cached(talk: Talk) -> Slots:
     """The images of the cache, to be given again."""
-    if talk.aligned:
-        return [list(row.images) for row in talk.image_rows]
-    real = [[image for image in row.images if image.real] for row in talk.image_rows]
-    most = max(map(len, real))
-    size = 16 if talk.kind == "pixels" else STATE_TOKENS
-    return [images + [Image(0, size, False)] * (most - len(images)) for images in real]
+    return [list(row.images) for row in talk.image_rows]
 
 
 def add_text(talk: Talk, length: int, markers: list[int]) -> None:
@@ -239,7 +234,7 @@ def pad_left(talk: Talk) -> None:
 def padding_given(talk: Talk, late: bool, given: Slots | None) -> dict[str, torch.Tensor] | None:
     """`image_mask` or a 2-D mask without images: padding that is named now, or that is in the cache already."""
     rng = talk.rng
-    if given is not None or not talk.num_slots or not talk.aligned:
+    if given is not None or not talk.num_slots:
         return None
     if talk.length:
         late = False
@@ -287,7 +282,7 @@ def read_pieces(talk: Talk, given: Slots | None, plan: Plan, extra: dict[str, to
         length = max(rng.randint(1, len(talk.pending[0])), left + 1)  # no piece of padding alone
         if talk.bank.name in STEPWISE and talk.length:
             length = 1
-        if given is None and extra is None and talk.aligned and not talk.own_masks and rng.random() < 0.1:
+        if given is None and extra is None and not talk.own_masks and rng.random() < 0.1:
             if talk.num_slots and (talk.kind != "states3" or talk.num_slots == 1):
                 given = cached(talk)
         own, axis, form = None, rng.choice(["all", "all", "given"]), rng.choice(["tokens", "images", "tiles"])
@@ -319,16 +314,9 @@ def ask(talk: Talk, mode: str, given: Slots | None, plan: Plan, extra: dict[str,
         if rng.random() < plan.explicit:
             whole = rng.random() < plan.whole
             own = talk.explicit(given, axis, past + new if whole else new, past if whole else 0, form)
-    fresh_images = (
-        given is not None and talk.num_slots and beside(talk, given) != [len(r.real) for r in talk.image_rows]
-    )
+    fresh_images = given is not None and talk.num_slots and not talk.comes_again(given)
     faulty = rng.random() < plan.faulty and not fresh_images  # what `generate` has encoded may stay
     talk.generate(mode, rng.randint(3, 5), given, own, extra, faulty)
-
-
-def beside(talk: Talk, given: Slots) -> list[int] | None:
-    real = [[(image.picture, image.size) for image in images if image.real] for images in given]
-    return beside_a_cache([row.real for row in talk.image_rows], real)
 
 
 def ask_uncached(talk: Talk, given: Slots | None, plan: Plan) -> None:
@@ -390,20 +378,29 @@ def part_of_the_images(talk: Talk) -> None:
                 images[rng.randrange(len(images))] = new
         most = max(map(len, given))
         given = [images + [Image(0, size, False)] * (most - len(images)) for images in given]
-        if beside(talk, given) is None:
-            inputs = talk.image_inputs(given)
-            cut = [[str(image) for image in images] for images in given]
-            if rng.random() < 0.3:
-                call = functools.partial(talk.model.encode_images, cache=talk.cache, **inputs)
-                return talk.must_raise(f"encode_images {cut}", call)
-            pending = [list(row) for row in talk.pending]
-            add_text(talk, 2, [0] * len(pending))
-            if talk.length and rng.random() < 0.5 and talk.bank.name not in STATE_SPACE:
-                talk.generate("greedy", 2, given, refuse="a part of the images in the cache")
-            else:
-                talk.forward(len(talk.pending[0]), given, refuse="a part of the images in the cache")
-            talk.pending = pending
+        if refuse(talk, given):
             return
+
+
+def refuse(talk: Talk, given: Slots) -> bool:
+    """A call with these images, if it must be refused."""
+    rng = talk.rng
+    if talk.beside(given) is not None:
+        return False
+    inputs = talk.image_inputs(given)
+    talk.log.append(f"images {[[str(image) for image in images] for images in given]}")
+    if rng.random() < 0.3:
+        talk.must_raise(PART, functools.partial(talk.model.encode_images, cache=talk.cache, **inputs))
+        return True
+    pending = [list(row) for row in talk.pending]
+    add_text(talk, 2, [0] * len(pending))
+    if talk.length and rng.random() < 0.5 and talk.bank.name not in STATE_SPACE:
+        talk.generate("greedy", 2, given, refuse=PART)
+    else:
+        stepwise = talk.bank.name in STEPWISE and talk.length
+        talk.forward(1 if stepwise else len(talk.pending[0]), given, refuse=PART)
+    talk.pending = pending
+    return True
 
 
 def take_away(talk: Talk, plan: Plan) -> None:

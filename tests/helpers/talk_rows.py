@@ -47,7 +47,7 @@ class TakesAway:
         self.cache.reset()
         self.rows = [Row(self.rule) for _ in self.image_rows]
         self.pending = [[] for _ in self.rows]
-        self.repeats, self.aligned, self.own_masks, self.croppable = 1, True, False, 0
+        self.repeats, self.own_masks, self.croppable = 1, False, 0
 
     def _take(self, indices: list[int], repeats: int) -> None:
         self.rows = [self.rows[index].copy() for index in indices]

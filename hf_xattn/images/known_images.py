@@ -1,0 +1,184 @@
+"""Finds the images of a call that a cache already holds, by their content.
+
+A chat client passes all images again in every turn. Cached images must not be encoded twice, and a new image must not
+be mistaken for a cached one. Beside a cache, a call gives one of these:
+
+- All images of the cache, in every row, each in the slot that it had and with the same padding, and new ones behind
+  them. An image behind them is new, even if one of them has the same content.
+- Only new images: none is among the cached images of its row.
+
+Anything else is refused. Images in a form that no cached image has (features, where pixels are cached) cannot be
+compared: all are new. Features without an image axis, `(batch, num_image_tokens, context_size)`, count as one image,
+whose first tokens are compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from ..cache.digests import Digests
+from ..cache.image_layout import ImageLayout, rows_to
+from ..cache.text_progress import TextProgress
+from ..utils.tensor_checks import has_values
+from .image_inputs import ImageAxis, ImageInputs
+
+
+SEND = (
+    "Pass only the new images, or all images of the conversation from the first on, in their order and with the "
+    "padding that they had (`image_mask`), and the new ones behind them."
+)
+
+
+class NewOnes(NamedTuple):
+    """The images of a call that a cache does not hold."""
+
+    inputs: ImageInputs  # without the images that the cache holds; `token_mask` and `text_mask` as the call has them
+    digests: Digests | None
+    first: int = 0  # index in the call of the first new image
+    again: bool = False  # whether the call gives all images of the cache in front of the new ones
+
+    def axes(self, cached: ImageLayout | None, new: tuple[int, ...]) -> list[ImageAxis]:
+        """The image axes that a mask may have: all images, or the call's. `new`: number of tokens of each new image."""
+        if cached is None:
+            return [ImageAxis(new)]
+        if self.again:
+            return [ImageAxis((*cached.sizes, *new))]
+        return [ImageAxis((*cached.sizes, *new), real=cached.image_mask), ImageAxis(new, cached.num_tokens)]
+
+    def part_of(self, mask: torch.Tensor, count: int, cached: ImageLayout | None) -> torch.Tensor:
+        """The part of a mask `(rows, tokens)` for the `count` new tokens. The rest must agree with the cache."""
+        known = 0 if cached is None else cached.num_tokens
+        if mask.shape[1] == known + count:
+            if cached is not None:
+                check_known_mask("cross_attention_mask", mask[:, :known], cached)
+            return mask[:, known:]
+        if mask.shape[1] != count or self.again:
+            sizes = sorted({known + count} if self.again else {count, known + count})
+            raise ValueError(
+                f"Expected `cross_attention_mask` of shape {' or '.join(str((mask.shape[0], size)) for size in sizes)} "
+                f"(batch, num_image_tokens), got {tuple(mask.shape)}."
+            )
+        return mask
+
+
+def find_new(inputs: ImageInputs, digests: Digests | None, cached: ImageLayout) -> NewOnes:
+    """Leaves out the images that a cache holds, by the rule at the top of this file.
+
+    Raises:
+        ValueError: if images cannot be compared, or if the call gives some of the cached images in another way.
+    """
+    if digests is None or cached.digests is None:
+        raise ValueError(
+            "`cache` holds images whose content was not recorded (they were cached in training, or combined "
+            "from caches of different kinds), so the new images cannot be compared with them. Start from an empty "
+            "cache, or from a cache of `encode_images`."
+        )
+    known = next((part for part in cached.digests if part.of == digests.of), None)
+    if known is None:
+        return NewOnes(inputs, digests)
+    if known.dtype != digests.dtype:
+        raise ValueError(
+            f"Expected `{digests.of}` in {known.dtype}, the dtype of the images in `cache`, got {digests.dtype}. "
+            "Images of different dtypes cannot be compared."
+        )
+    assert inputs.images is not None
+    count, size = known.values.shape[1], digests.sizes[0]
+    as_one = len(digests.sizes) == 1 and not inputs.pass_connector
+    if (as_one or count % size == 0) and len(cached.digests) == 1 and _begins_with(digests, known, cached):
+        rest, first = digests.behind(count, 0 if as_one else size), 0 if as_one else count // size
+        cut = replace(inputs, image_mask=None if inputs.image_mask is None else inputs.image_mask[:, first:])
+        of_images = inputs.each_image(lambda images: images[:, :, count:] if as_one else images[:, first:])
+        return NewOnes(replace(cut, images=of_images.images, tiles=of_images.tiles), rest, first, True)
+    # Where a call names no padding, a padding image of the cache that comes again would pass for a real one.
+    held, given = known.images(with_padding=inputs.real_images is None), digests.images()
+    for row, (ours, theirs) in enumerate(zip(held, given)):
+        if any(_is_part(image, b"".join(theirs)) for image in ours) or any(
+            _is_part(image, b"".join(ours)) for image in theirs
+        ):
+            raise ValueError(
+                f"Expected `{digests.of}` to hold all images of `cache` in their slots, and then new ones, or only new "
+                f"images. Row {row}: {len(ours)} in the cache, got {len(theirs)}, not all new. {SEND}"
+            )
+    return NewOnes(inputs, digests)
+
+
+def _begins_with(given: Digests, known: Digests, cached: ImageLayout) -> bool:
+    """Whether a call's images begin with those of a cache, which are all `known`, in every row."""
+    values, count = known.values.cpu(), known.values.shape[1]
+    if given.values.shape[1] < count:
+        return False
+    first, real = given.values[:, :count].cpu(), given.real_or_all()[:, :count].cpu()
+    held = torch.ones(1, count, dtype=torch.bool)
+    if cached.image_mask is not None:  # which may have more rows than the digests
+        held = cached.image_mask.cpu().repeat_interleave(torch.tensor(known.sizes), dim=1)
+    rows = max(len(real), len(held))
+    return torch.equal(rows_to(real, rows), rows_to(held, rows)) and bool(((first == values) | ~real).all())
+
+
+def _is_part(part: bytes, whole: bytes) -> bool:
+    """Whether the 8-byte numbers in `part` occur in `whole`, one after another."""
+    at = whole.find(part)
+    while at != -1 and at % 8:
+        at = whole.find(part, at + 1)
+    return at != -1
+
+
+def check_markers(markers: torch.Tensor, cached: ImageLayout, new: ImageLayout, progress: TextProgress) -> None:
+    """Raises a `ValueError` if a row has a marker for each image of the call, and the cache holds some of them.
+
+    Then a new image would be shown at the marker of a cached one, which the caller has sent once more.
+
+    Args:
+        markers (`torch.BoolTensor`): `(B, T)`, True where the new text holds a marker.
+        cached, new ([`ImageLayout`]): of the images in the cache, and of the images that the call gives behind them.
+        progress ([`TextProgress`]): of the cached text.
+    """
+    if progress.counts is None or not has_values(markers):
+        return
+    seen = progress.counts.state[:, 0]
+    rows = max(len(seen), len(markers))
+    found, seen, held, fresh = (
+        rows_to(each.to(markers.device), rows) for each in (markers.sum(dim=-1), seen, cached.counts, new.counts)
+    )
+    wrong = (found == held + fresh) & (seen > 0) & (fresh > 0)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"Row {row}: expected one image marker for each of {int((held + fresh - seen)[row])} images without one, "
+            f"got {int(found[row])}. The call gives {int(found[row])} images, which begin with those of `cache`: "
+            f"these count as the same. {SEND}"
+        )
+
+
+def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout, has_text: bool = True) -> None:
+    """Raises a `ValueError` if a mask contradicts the cache about cached images. Padding tokens are not compared.
+
+    Args:
+        given (`torch.BoolTensor`): `(rows, num_images)` for `image_mask`, `(rows, N)` for `cross_attention_mask`.
+        has_text (`bool`): whether text has seen the images. Until then a mask may hide more.
+    """
+    by_image = name == "image_mask"
+    size = cached.num_images if by_image else cached.num_tokens
+    if given.shape[1] != size:
+        raise ValueError(
+            f"Expected `{name}` for the {size} {'images' if by_image else 'image tokens'} in `cache`, got "
+            f"{tuple(given.shape)}."
+        )
+    own = cached.image_mask if by_image else cached.token_mask
+    own = torch.ones_like(given) if own is None else own
+    rows = max(given.shape[0], own.shape[0])
+    given, own = rows_to(given, rows).to(own.device), rows_to(own, rows)
+    if not by_image and cached.image_mask is not None:
+        given = given & rows_to(cached.image_mask, rows)[:, cached.image_of_token]
+    differs = given ^ own if has_text else given & ~own
+    if (has_text or has_values(differs)) and differs.any():
+        row = int(differs.any(dim=1).nonzero()[0])
+        why = "the cached text has seen them with that mask" if has_text else "what was padding then was not encoded"
+        raise ValueError(
+            f"Expected the same `{name}` for the images in `cache` as before, because {why}. In row {row}, "
+            f"{int(differs[row].sum())} of {size} entries differ. Pass the same `{name}`, or none, or start from an "
+            "empty cache."
+        )
