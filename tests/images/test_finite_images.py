@@ -36,7 +36,7 @@ RECIPE = re.search(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)[1]
 @contextlib.contextmanager
 def hooked(model):
     """The hooks of the guide, inside."""
-    exec(RECIPE, {"torch": torch, "model": model})
+    exec(RECIPE, {"model": model})
     try:
         yield
     finally:
