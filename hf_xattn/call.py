@@ -23,14 +23,11 @@ from transformers.utils import logging
 from .cache.cross_cache import CrossCache
 from .cache.image_layout import rows_to
 from .cache.int8_cache import check_no_gradient, check_not_training
-from .cache.packed_samples import PackedText, check_packed_images
 from .cache.text_progress import TextProgress
-from .cache.visibility import look
+from .cache.visibility import Samples, look
 from .cache.xattn_cache import XAttnCache
 from .configuration_xattn import XAttnConfig
-from .decoders.activation_wrappers import recomputes_layers
 from .decoders.decoder import holds_text
-from .decoders.packed_rows import find_samples
 from .decoders.text_inputs import check_covered
 from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
 from .images.image_encoder import ImageEncoder
@@ -45,8 +42,6 @@ from .utils.tensor_checks import is_fake, type_name
 
 logger = logging.get_logger(__name__)
 
-# Why a forward must not write into a cache.
-RECOMPUTES = "Gradient checkpointing runs layers twice"
 OF_TRANSFORMERS = "a cache of transformers, such as `EncoderDecoderCache(DynamicCache(), DynamicCache())`"
 # A value of `output_attentions` for the weights of blocks alone: those of a long text to itself take a lot of memory.
 OF_BLOCKS = "blocks"
@@ -70,8 +65,7 @@ class Call:
     uncached: str | None  # why this forward must not write into a cache; None if it may
     continues: bool  # whether the caller passed a cache or asked for one, so more text may follow
     trains: bool  # whether the model is in training mode and computes gradients
-    # `(rows, length)`, True where a sample of a packed row starts; None if no row is packed
-    samples: torch.Tensor | None
+    samples: Samples | None  # None if no row is packed
     positions: torch.Tensor | None  # `(rows or 1, length)`, of the text; None if nothing in the blocks reads them
 
 
@@ -103,7 +97,7 @@ def read_call(
     config, decoder = model.config, model._interface
     given = text["inputs_embeds"] if text.get("input_ids") is None else text["input_ids"]
     rows, length = given.shape[:2]
-    uncached = why_uncached(model)
+    uncached = model.why_uncached()
     wants_cache = use_cache
     if use_cache is None:
         wants_cache = getattr(config.get_text_config(decoder=True), "use_cache", True)
@@ -111,7 +105,7 @@ def read_call(
     without_cache = given_cache is None and (shares_images or uncached is not None or not wants_cache)
     samples = None
     if (text.get("position_ids") is not None or text.get("cu_seq_lens_q") is not None) and length > 1:
-        samples = find_samples(decoder, config, text, given_cache, use_cache, images, without_cache)
+        samples = model.find_samples(text, given_cache, use_cache, images, without_cache)
     continues = given_cache is not None or bool(use_cache)
     if shares_images and continues:
         refuse_to_cache("`use_cache=True`" if given_cache is None else "`cache`")
@@ -157,12 +151,6 @@ def check_cache(cache: Any) -> None:
     """Raises a `TypeError` for anything but a cache of transformers, or None."""
     if cache is not None and not isinstance(cache, Cache):
         raise TypeError(f"Expected `cache` to be {OF_TRANSFORMERS}, got {type_name(cache)}.")
-
-
-def why_uncached(model: Any) -> str | None:
-    """Why a forward of the model must not write into a cache; None if it may."""
-    learns = model.training or model.text_model.training or torch.is_grad_enabled()
-    return RECOMPUTES if learns and recomputes_layers(model, model._interface.receives_keywords) else None
 
 
 def _find_cache(
@@ -243,7 +231,7 @@ def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:
     markers = None
     if call.samples is not None or encoder.config.image_visibility != "all":
         markers = _found_markers(encoder.config, call)
-    packed = None if call.samples is None else PackedText(call.samples, markers)
+    packed = None if call.samples is None else call.samples.with_markers(markers)
     text = TextOfCall(call.rows, call.length, packed=packed, markers=markers)
     return read_images(encoder, call.images, call.cache, text, record)
 
@@ -396,7 +384,7 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
     total = rows_to(of_images, call.rows) if rows is None else rows.counts_of_text(of_images)
     total, found = total.to(markers.device), markers.sum(dim=-1)
     if call.samples is not None:
-        check_packed_images(config, call.samples, total, found)
+        call.samples.check_images(config, total, found)
     if torch.compiler.is_compiling():
         return
     if config.image_visibility != "all" and bool((found < total).any()):

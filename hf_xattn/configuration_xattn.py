@@ -210,7 +210,7 @@ class CrossAttentionConfig(CheckedConfig):
 
 
 class PerceiverConfig(CheckedConfig):
-    r"""Configuration of the perceiver resampler (see `images/perceiver.py`).
+    r"""Configuration of the perceiver resampler (see `parts/perceiver.py`).
 
     Args:
         hidden_size (`int`, *optional*): width of latents and image tokens. Inside an [`XAttnConfig`] it defaults to the

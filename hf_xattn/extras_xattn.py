@@ -6,6 +6,9 @@ them, as methods that do nothing, and this file puts the extras there:
 
     find_source                          images that were encoded before, by content   storage/model_store.py
     images_of_nobody, zero_of_others     processes that wait for each other            learning/stand_in.py
+    find_numbering                       places of images in their row                 parts/image_positions.py
+    find_samples                         several samples in one text row               packing/packed_rows.py
+    why_uncached                         layers that a backward pass runs again        learning/activation_wrappers.py
     image_identity                       whose weights have encoded a cache's images   checkpoints/model_identity.py
 
 The base class of both models, `checkpoints/pretrained.py`, holds what transformers expects there: loading, saving,
@@ -15,11 +18,26 @@ quantization, sharding.
 from __future__ import annotations
 
 from .checkpoints.model_identity import XAttnIdentityMixin
+from .learning.activation_wrappers import XAttnRecomputingMixin
 from .learning.stand_in import XAttnStandInMixin
+from .packing.packed_rows import XAttnPackingMixin
+from .parts import grid_code, perceiver, position_bias
+from .parts.image_positions import XAttnNumberingMixin
 from .storage.model_store import XAttnStoreDelegationMixin, XAttnStoreMixin
 
 
-class XAttnExtrasMixin(XAttnStoreMixin, XAttnStandInMixin, XAttnIdentityMixin):
+# These register themselves, by the names that a configuration has for them.
+REGISTERED = (grid_code, perceiver, position_bias)
+
+
+class XAttnExtrasMixin(
+    XAttnStoreMixin,
+    XAttnStandInMixin,
+    XAttnIdentityMixin,
+    XAttnNumberingMixin,
+    XAttnPackingMixin,
+    XAttnRecomputingMixin,
+):
     """The extras of [`XAttnModel`]."""
 
 

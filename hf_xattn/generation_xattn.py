@@ -22,7 +22,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from .cache.image_cache import ImageCache
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
-from .call import check_cache, why_uncached
+from .call import check_cache
 from .decoders import text_inputs, vocabulary
 from .decoders.decoder import holds_text
 from .images.conversation import PreparedImages, TextOfCall
@@ -257,7 +257,7 @@ class XAttnGenerationMixin:
                 f"Expected `use_cache=True` with `cache`, of type {type(given).__name__}, got "
                 "`use_cache=False`, given or in the generation configuration. Pass `use_cache=True`, or no cache."
             )
-        if (reason := why_uncached(self.model)) is not None and generation_config.use_cache is not False:
+        if (reason := self.model.why_uncached()) is not None and generation_config.use_cache is not False:
             if given is not None:
                 raise ValueError(f"{reason}, so `cache` cannot be used. Call `model.eval()`.")
             logger.warning_once(f"{reason}, so `generate` works without a cache, slowly. Call `model.eval()`.")

@@ -18,15 +18,15 @@ from .cache.cross_cache import CrossCache, KeyValue, append, check_fits
 from .cache.image_cache import ImageCache
 from .cache.image_layout import ImageLayout
 from .cache.int8_cache import as_stored, check_cache_dtype, check_no_gradient
+from .cache.visibility import Samples
 from .cache.xattn_cache import XAttnCache
 from .checkpoints.block_sets import XAttnSetsMixin
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface
 from .images.connector import XAttnConnector
 from .images.conversation import ImagesOfCall, TextOfCall, read_images
-from .images.image_encoder import ImageEncoder, ImageSource
+from .images.image_encoder import ImageEncoder, ImageSource, Numbering
 from .images.image_inputs import ImageInputs
-from .images.image_positions import place_in_row
 from .layers.block import GatedCrossAttentionBlock, cross_attention_blocks
 from .layers.context import KEYWORD, ImageTokens
 from .utils.distributed import fsdp_forward, is_distributed
@@ -53,7 +53,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
 
     @property
     def image_encoder(self) -> ImageEncoder:
-        return ImageEncoder(self.config, self.vision_tower, self.connector, self._like)
+        return ImageEncoder(self.config, self.vision_tower, self.connector, self._like, self.find_numbering())
 
     def _like(self) -> torch.Tensor:
         """A weight that keys and values are projected with."""
@@ -68,6 +68,29 @@ class XAttnImagesMixin(XAttnSetsMixin):
 
     def find_source(self, made_by: str | None) -> ImageSource | None:
         """Where `add_images` may find images that are encoded already. `made_by`: this model's identity, if known."""
+        return None
+
+    def find_numbering(self) -> Numbering | None:
+        """What gives images their places in their row; None if the connector reads none."""
+        return None
+
+    def find_samples(
+        self, text: dict[str, Any], cache: Any, use_cache: bool | None, images: Any, without_cache: bool
+    ) -> Samples | None:
+        """The samples of packed rows; None if no row is packed.
+
+        Args:
+            text (`dict`): the decoder's own arguments.
+            cache, use_cache, images: as the call has them.
+            without_cache (`bool`): whether the decoder will run without a cache.
+
+        Raises:
+            ValueError: if rows are packed, and the samples would not be kept apart.
+        """
+        return None
+
+    def why_uncached(self) -> str | None:
+        """Why a forward must not write into a cache; None if it may."""
         return None
 
     def images_of_nobody(self, call: Any) -> ImagesOfCall | None:
@@ -133,10 +156,11 @@ class XAttnImagesMixin(XAttnSetsMixin):
             output_hidden_states = self.config.output_hidden_states or None
         if output_attentions is None:
             output_attentions = self.config.output_attentions or None
+        numbering = self.find_numbering()
         output, features = self.image_encoder.outputs(
             inputs.images,
             inputs.tiles,
-            place_in_row(self.config, inputs, inputs.real_images, None).positions,
+            None if numbering is None else numbering.in_row(inputs, inputs.real_images, None).positions,
             output_hidden_states=None if output_hidden_states is None else bool(output_hidden_states),
             output_attentions=None if output_attentions is None else bool(output_attentions),
         )

@@ -10,7 +10,6 @@ from transformers.models.auto import modeling_auto
 
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
 from .layers.block import GatedCrossAttentionBlock
-from .layers.position_bias import relative_position_bucket  # noqa: F401  # its file adds T5's bias to the position parts
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .processing.pipelines import register_pipeline
 from .processing_xattn import XAttnProcessor

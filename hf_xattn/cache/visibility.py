@@ -20,13 +20,29 @@ new progress, which the cache stores when the forward has succeeded.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .image_layout import ImageLayout, rows_to
-from .packed_samples import images_of_samples
 from .text_progress import CallersMask, MarkerCounts, TextProgress
+
+
+class Samples(Protocol):
+    """Text of which some rows hold several samples: an extra (`packing/packed_samples.py`)."""
+
+    def with_markers(self, markers: torch.Tensor | None) -> Any:
+        """The same, with the image markers of the text `(B, T)`."""
+
+    def check_images(self, config: Any, images: torch.Tensor, markers: torch.Tensor) -> None:
+        """Raises a `ValueError` if numbers of images and of markers `(B,)` do not tell the sample of each image."""
+
+    def images_of_samples(self, order: torch.Tensor, counted: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Which images belong to the sample of each text token, `(B, T, num_images)`.
+
+        `order` is that of [`image_order`]. `counted` are the markers, `seen` their number up to and including each
+        token, both `(B, T)`.
+        """
 
 
 class View(NamedTuple):
@@ -44,7 +60,7 @@ def look(
     mask: CallersMask | None,
     batch_size: int,
     text_len: int,
-    samples: torch.Tensor | None = None,
+    samples: Samples | None = None,
 ) -> View:
     """Decides which image tokens each text token of a call may attend to.
 
@@ -55,8 +71,7 @@ def look(
             use it, except for packed rows.
         mask ([`CallersMask`], *optional*): the caller's decision for this text or its first part, and for later text.
         batch_size, text_len (`int`): B and T.
-        samples (`torch.BoolTensor`, *optional*): `(B, T)`, True where a sample of a packed row starts; None if no row
-            is packed.
+        samples ([`Samples`], *optional*): None if no row is packed.
     """
     if mask is None:
         mask = progress.coming
@@ -78,7 +93,7 @@ def _by_markers(
     layout: ImageLayout,
     past: MarkerCounts | None,
     markers: torch.Tensor,
-    samples: torch.Tensor | None,
+    samples: Samples | None,
 ) -> tuple[torch.Tensor, torch.Tensor, MarkerCounts]:
     """What the rule allows `(B, T, N)`, the markers that count `(B, T)`, and the new counts."""
     batch_size = markers.shape[0]
@@ -92,7 +107,7 @@ def _by_markers(
     counts = MarkerCounts(torch.stack([seen[:, -1], before_group[:, -1], counted[:, -1].long()], dim=-1))
     images = visible_images(order, seen, before_group, rule)
     if samples is not None:
-        images = images & images_of_samples(order, counted, seen, samples)
+        images = images & samples.images_of_samples(order, counted, seen)
     return images[:, :, layout.image_of_token], counted, counts
 
 

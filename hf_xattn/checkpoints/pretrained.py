@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from ..configuration_xattn import XAttnConfig
-from ..decoders.activation_wrappers import refuse_reentrant
 from ..decoders.insertion import BLOCKS
 from ..decoders.vocabulary import extend_vocabulary
 from ..layers.block import GatedCrossAttentionBlock
+from ..learning.activation_wrappers import refuse_reentrant
 from ..learning.frozen import give_gradient_to_inputs, keep_frozen_in_eval
 from ..learning.lost_updates import warn_of_half_precision
 from ..learning.sharding import XAttnUnitsMixin, block_plan, fsdp_plan

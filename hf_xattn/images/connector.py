@@ -12,13 +12,11 @@ from transformers.activations import ACT2FN
 from transformers.modeling_utils import local_torch_dtype
 
 from ..configuration_xattn import XAttnConfig
-from ..utils.architectures import TILED_VISION_TYPES, vision_feature_size
+from ..utils.architectures import vision_feature_size
 from ..utils.first_values import ValuesComeLater
 from ..utils.parts import CONNECTORS
 from ..utils.projection import ImageLinear, to_dtype_of
 from ..utils.quantized_weights import is_quantized
-from .grid_code import GridCode
-from .perceiver import PerceiverResampler
 
 
 def identity(config: XAttnConfig) -> list[nn.Module]:
@@ -40,33 +38,16 @@ def mlp(config: XAttnConfig) -> list[nn.Module]:
         ]
 
 
-def mlp_2d(config: XAttnConfig) -> list[nn.Module]:
-    tower = config.vision_config
-    if tower is not None and tower.model_type in TILED_VISION_TYPES:
-        raise ValueError(
-            f"Expected a vision tower of whole pictures for `connector_type='mlp_2d'`, got {tower.model_type!r}, which "
-            "reads tiles and has codes of their places. Use 'mlp' or 'linear'."
-        )
-    return [*mlp(config), GridCode()]
-
-
-def perceiver(config: XAttnConfig) -> list[nn.Module]:
-    assert config.perceiver_config is not None
-    with ValuesComeLater():
-        return [PerceiverResampler(config.perceiver_config)]
-
-
-for _connector in (identity, linear, mlp, mlp_2d, perceiver):
+for _connector in (identity, linear, mlp):
     CONNECTORS.register(_connector.__name__, _connector)
 
 
 class XAttnConnector(PreTrainedModel):
     """Maps `(..., tokens, vision_hidden_size)` to `(..., tokens, context_size)`.
 
-    `"identity"` returns the features. `"linear"` is one layer, `"mlp"` two layers with an activation in between;
-    `"mlp_2d"` adds a code of places to what these give. `"perceiver"` is a perceiver resampler, which returns fewer
-    tokens. Others are registered (`utils/parts.py`). As a `PreTrainedModel` the connector is initialised by its own
-    `_init_weights` inside any model (see [`GatedCrossAttentionBlock`]).
+    `"identity"` returns the features. `"linear"` is one layer, `"mlp"` two layers with an activation in between.
+    Others are registered: those of `parts/`, and your own (`utils/parts.py`). As a `PreTrainedModel` the connector
+    is initialised by its own `_init_weights` inside any model (see [`GatedCrossAttentionBlock`]).
     """
 
     config_class = XAttnConfig
@@ -96,19 +77,17 @@ class XAttnConnector(PreTrainedModel):
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
-        elif isinstance(module, PerceiverResampler):
-            init.normal_(module.latents, mean=0.0, std=1.0)
-            if module.image_positions is not None:
-                init.normal_(module.image_positions, mean=0.0, std=1.0)
+        elif (write_first_values := getattr(module, "write_first_values", None)) is not None:
+            write_first_values()
 
     def forward(self, features: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """`positions`: place of each image among the images of its row, for a resampler with `num_image_positions`."""
+        """`positions`: place of each image among the images of its row, for a layer with `reads_positions`."""
         first = next((module for module in self.modules() if isinstance(module, nn.Linear)), None)
         if first is not None:  # trained in float32, beside a frozen tower in half precision
             features = to_dtype_of(first, features)
         images = features.shape[:-2]
         for layer in self.layers:
-            features = layer(features, positions) if isinstance(layer, PerceiverResampler) else layer(features)
+            features = layer(features, positions) if getattr(layer, "reads_positions", False) else layer(features)
         width = self.config.cross_attention_config.context_size
         if features.shape[:-2] != images or features.shape[-1] != width:  # of a connector that is not ours
             raise ValueError(
@@ -120,6 +99,16 @@ class XAttnConnector(PreTrainedModel):
 
 def _sizes(config: XAttnConfig) -> tuple[int, int]:
     return vision_feature_size(config), config.cross_attention_config.context_size
+
+
+def check_square(config: XAttnConfig, pictures: torch.Tensor) -> None:
+    """Raises a `ValueError` for pixels or maps of features `(..., height, width)` that must be square, and are not."""
+    height, width = pictures.shape[-2:]
+    if height != width and CONNECTORS.needs_square(config.connector_type):
+        raise ValueError(
+            f"Expected square pictures for `connector_type={config.connector_type!r}`, got a height of {height} and a "
+            f"width of {width}. Have the image processor crop or resize to a square, or use 'mlp'."
+        )
 
 
 def new_connector(config: XAttnConfig, tower: PreTrainedModel) -> XAttnConnector:

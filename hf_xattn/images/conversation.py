@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from ..cache.cross_cache import CrossCache
 from ..cache.image_layout import ImageLayout
-from ..cache.packed_samples import PackedText
 from ..cache.pytrees import dataclass_node
 from ..cache.text_progress import CallersMask
 from ..cache.xattn_cache import XAttnCache
@@ -24,7 +23,6 @@ from ..layers.image_rows import ImageRows
 from ..utils.tensor_checks import type_name
 from .image_encoder import ImageEncoder, ImageSource, NewImages, StoredImages
 from .image_inputs import NO_IMAGES, ImageInputs
-from .image_positions import check_hides_last, place_in_samples
 from .known_images import check_known_mask, check_markers
 
 
@@ -42,7 +40,7 @@ class TextOfCall(NamedTuple):
     rows: int | None  # batch of the text; None if images are encoded without a text
     new: int  # tokens that the cache does not hold
     cached: int = 0  # cached tokens that a caller's mask may also cover
-    packed: PackedText | None = None  # None if no row is packed
+    packed: Any = None  # None if no row is packed
     markers: torch.Tensor | None = None  # `(B, T)` of the new text; None where they are unknown or decide nothing
 
 
@@ -80,8 +78,8 @@ def read_images(
         inputs.check_device(inputs.images.device, "images")
         if inputs.image_rows is not None:
             rows = ImageRows.of(inputs.image_rows, inputs.images.shape[0])
-        if text.packed is not None:
-            inputs = place_in_samples(encoder.config, inputs, text.packed, rows)
+        if text.packed is not None and encoder.numbering is not None:
+            inputs = encoder.numbering.in_samples(encoder.config, inputs, text.packed, rows)
     new, axes, again = encoder.read(inputs, cached, record_content, source)
     layout = cached
     if cache is not None and new is not None and inputs.images is not None:
@@ -95,7 +93,7 @@ def read_images(
                 logger.warning_once(UNSEEN)
     if cached is not None and inputs.images is None:
         has_text = cache is not None and cache.text_rows is not None
-        layout = _narrowed(encoder.config, cached, inputs, has_text)
+        layout = _narrowed(encoder, cached, inputs, has_text)
     if new is not None:
         layout = new.layout if cached is None else cached.append(new.layout)
     mask = inputs.callers_mask(axes, (text.new, text.new + text.cached))
@@ -106,15 +104,15 @@ def read_images(
     return ImagesOfCall(new, layout, mask, rows=rows)
 
 
-def _narrowed(config: XAttnConfig, cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> ImageLayout:
+def _narrowed(encoder: ImageEncoder, cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> ImageLayout:
     """Applies the masks of a call without images to the cached images. They may hide more, until text is cached."""
     for name, given in (("image_mask", inputs.image_mask), ("cross_attention_mask", inputs.token_mask)):
         if given is not None:
             check_known_mask(name, given, cached, has_text)
     if has_text or (inputs.image_mask is None and inputs.token_mask is None):
         return cached
-    if inputs.image_mask is not None:
-        check_hides_last(config, inputs.image_mask, cached)
+    if inputs.image_mask is not None and encoder.numbering is not None:
+        encoder.numbering.check_hidden(inputs.image_mask, cached)
     return cached.narrowed(inputs.image_mask, inputs.token_mask)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -16,11 +16,10 @@ from ..cache.image_layout import ImageLayout, rows_to
 from ..cache.pytrees import dataclass_node
 from ..cache.real_tokens import real_places
 from ..configuration_xattn import XAttnConfig
+from ..layers.image_rows import ImageRows
 from ..utils.distributed import check_callable, has_units, is_distributed
-from .connector import XAttnConnector
-from .grid_code import check_square
+from .connector import XAttnConnector, check_square
 from .image_inputs import ImageAxis, ImageInputs
-from .image_positions import place_in_row
 from .known_images import NewOnes, check_known_mask, find_new
 from .tower import check_not_trained, states_for_all_weights
 from .vision import Tiles, blank_image, connect, real_tiles_of, run_tower, token_mask_of
@@ -61,6 +60,18 @@ class ImageSource(Protocol):
     ) -> FoundImages | None: ...
 
 
+class Numbering(Protocol):
+    """Gives each image its place among the images of its row, which a connector may read (`parts/`)."""
+
+    def in_row(self, images: ImageInputs, real: torch.Tensor | None, cached: ImageLayout | None) -> ImageInputs: ...
+
+    def in_samples(
+        self, config: XAttnConfig, images: ImageInputs, text: Any, rows: ImageRows | None
+    ) -> ImageInputs: ...
+
+    def check_hidden(self, image_mask: torch.Tensor, cached: ImageLayout) -> None: ...
+
+
 class StoredImages(NamedTuple):
     """Images that a cache does not hold yet, and that a source knows."""
 
@@ -84,6 +95,7 @@ class ImageEncoder:
             takes features.
         find_like (`Callable`): gives a weight that keys and values are projected with: their device and dtype. Called
             only where it is needed, as it looks through the decoder.
+        numbering ([`Numbering`], *optional*): None if the connector reads no places of images.
     """
 
     def __init__(
@@ -92,11 +104,13 @@ class ImageEncoder:
         vision_tower: PreTrainedModel | None,
         connector: XAttnConnector | None,
         find_like: Callable[[], torch.Tensor],
+        numbering: Numbering | None = None,
     ):
         self.config = config
         self.vision_tower = vision_tower
         self.connector = connector
         self.find_like = find_like
+        self.numbering = numbering
 
     def features(
         self, pixel_values: torch.Tensor, tiles: Tiles | None = None, positions: torch.Tensor | None = None
@@ -219,7 +233,9 @@ class ImageEncoder:
         self, found: NewOnes, record_content: bool, cached: ImageLayout | None, source: ImageSource | None
     ) -> NewImages | StoredImages:
         real, given_mask = found.inputs.real_images, found.inputs.token_mask
-        images = place_in_row(self.config, found.inputs, real, cached)
+        images = found.inputs
+        if self.numbering is not None:
+            images = self.numbering.in_row(images, real, cached)
         assert images.images is not None
         rows, num_images = images.images.shape[:2]
         if source is not None and given_mask is not None and not images.pass_connector:

@@ -4,7 +4,7 @@
   `utils/parts.py`). It gets the position of an image token within its image alone, so that keys stay right whatever
   stands beside the image: in caches, stores, packed and shared rows.
 - A part that adds to the scores ([`ScorePart`]) reads the distances between image tokens and text tokens. T5's
-  relative position bias is one (`layers/position_bias.py`).
+  relative position bias is one (`parts/position_bias.py`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..images.grid_code import check_square
+from ..images.connector import check_square
 from ..images.vision import Tiles, run_tower
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
 from ..utils.projection import to_dtype_of

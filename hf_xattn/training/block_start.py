@@ -22,8 +22,8 @@ from torch import nn
 
 from ..configuration_xattn import CrossAttentionConfig
 from ..data.rows import read_row, text_of
-from ..images.grid_code import GridCode, code_directions
 from ..layers.block import GatedCrossAttentionBlock
+from ..parts.grid_code import GridCode, code_directions
 from ..utils.architectures import text_num_hidden_layers
 from .alignment_rows import CannotAlign, rendered
 from .ridge import RidgeSums

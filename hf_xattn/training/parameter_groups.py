@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..decoders.activation_wrappers import WRAPPED, unwrapped
 from ..decoders.insertion import PARTS
+from ..learning.activation_wrappers import WRAPPED, unwrapped
 from ..learning.lost_updates import HALF, warn_of_lost_updates
 from ..learning.sharding import names_of_units
 from ..utils.config_checks import check_positive_number

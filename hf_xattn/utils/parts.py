@@ -110,6 +110,10 @@ class Parts:
         """Whether a connector gives one token for each patch, in their order, as its class says."""
         return bool(getattr(self._makers.get(name), "keeps_positions", False))
 
+    def needs_square(self, name: str) -> bool:
+        """Whether a connector reads square pictures alone."""
+        return bool(getattr(self._makers.get(name), "needs_square", False))
+
     def find(self, name: str) -> Callable[[Any], Any] | None:
         return self._makers.get(name)
 

@@ -15,9 +15,9 @@ from transformers import DataCollatorWithFlattening, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
-from hf_xattn.cache.packed_samples import images_of_samples
-from hf_xattn.decoders.packed_rows import find_samples
 from hf_xattn.images.image_inputs import ImageInputs
+from hf_xattn.packing.packed_rows import find_samples
+from hf_xattn.packing.packed_samples import images_of_samples
 from hf_xattn.utils.architectures import ARCHITECTURES
 from hf_xattn.utils.transformers_api import CACHE, is_before
 

@@ -11,8 +11,8 @@ from tiny_models import make_model, make_text, pixels, token_ids
 
 from hf_xattn import GatedCrossAttentionBlock
 from hf_xattn.configuration_xattn import PerceiverConfig
-from hf_xattn.images.perceiver import PerceiverResampler
 from hf_xattn.importers.open_flamingo import import_open_flamingo, open_flamingo_block, open_flamingo_resampler
+from hf_xattn.parts.perceiver import PerceiverResampler
 from hf_xattn.utils.transformers_api import CACHE
 
 

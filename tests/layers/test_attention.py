@@ -23,8 +23,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
 from hf_xattn.layers import kernels
 from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
-from hf_xattn.layers.position_bias import relative_position_bucket
 from hf_xattn.layers.positions import Positions
+from hf_xattn.parts.position_bias import relative_position_bucket
 
 
 def reference(layer, hidden, states, mask=None, bias=None):

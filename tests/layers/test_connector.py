@@ -16,7 +16,7 @@ from transformers.models.mllama.configuration_mllama import MllamaVisionConfig
 
 from hf_xattn import XAttnConfig, retrofit
 from hf_xattn.images.connector import XAttnConnector
-from hf_xattn.images.perceiver import PerceiverResampler
+from hf_xattn.parts.perceiver import PerceiverResampler
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp", "mlp_2d", "perceiver"])

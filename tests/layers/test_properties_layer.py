@@ -9,7 +9,7 @@ from properties import LayerCase, block_config, layer_cases, run, slow_seed, ten
 from hf_xattn import GatedCrossAttentionBlock
 from hf_xattn.layers.block import CrossAttentionLayerNorm
 from hf_xattn.layers.folded_mask import fold_mask
-from hf_xattn.layers.position_bias import relative_position_bucket
+from hf_xattn.parts.position_bias import relative_position_bucket
 
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}

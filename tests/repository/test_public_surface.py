@@ -461,7 +461,7 @@ def test_misspelt_names_are_refused(name, argument):
 # What the core and its extras call on a model.
 INTERNAL = {
     *("add_images", "image_identity", "project_images", "taking_over"),
-    *("find_source", "images_of_nobody", "zero_of_others"),
+    *("find_numbering", "find_samples", "find_source", "images_of_nobody", "why_uncached", "zero_of_others"),
 }
 
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hf_xattn import XAttnProcessor, align_connector, retrofit
-from hf_xattn.images.grid_code import GridCode
+from hf_xattn.parts.grid_code import GridCode
 from hf_xattn.training.alignment_rows import CannotAlign
 from hf_xattn.training.block_start import KEY_PLACES, PLACES, VALUES
 from hf_xattn.training.ridge import RidgeSums, ridge

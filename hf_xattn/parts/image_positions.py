@@ -7,31 +7,54 @@ change nothing, and later turns go on counting. In a packed row each sample coun
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ..cache.image_layout import ImageLayout, rows_to
-from ..cache.packed_samples import PackedText, check_packed_images, places_in_samples
 from ..cache.visibility import image_order
 from ..configuration_xattn import XAttnConfig
+from ..images.image_inputs import ImageInputs
 from ..layers.image_rows import ImageRows
+from ..packing.packed_samples import PackedText, check_packed_images, places_in_samples
 from ..utils.tensor_checks import has_values
-from .image_inputs import ImageInputs
 
 
-def counts_images(config: XAttnConfig, images: ImageInputs) -> bool:
-    """Whether the model's resampler reads the places of these images."""
-    return (
-        config.perceiver_config is not None
-        and bool(config.perceiver_config.num_image_positions)
-        and images.pass_connector
-    )
+class ImagePositions:
+    """[`Numbering`] of the core: gives each image its place among the images of its row.
+
+    `count`: number of places that the resampler has learned.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def in_row(self, images: ImageInputs, real: torch.Tensor | None, cached: ImageLayout | None) -> ImageInputs:
+        """See [`place_in_row`]."""
+        return place_in_row(self.count, images, real, cached) if images.pass_connector else images
+
+    def in_samples(
+        self, config: XAttnConfig, images: ImageInputs, text: PackedText, rows: ImageRows | None
+    ) -> ImageInputs:
+        """See [`place_in_samples`]."""
+        return place_in_samples(self.count, config, images, text, rows) if images.pass_connector else images
+
+    def check_hidden(self, image_mask: torch.Tensor, cached: ImageLayout) -> None:
+        """See [`check_hides_last`]."""
+        check_hides_last(image_mask, cached)
 
 
-def place_in_row(
-    config: XAttnConfig, images: ImageInputs, real: torch.Tensor | None, cached: ImageLayout | None
-) -> ImageInputs:
-    """Adds `positions` to the new images of a call, if the model's resampler reads them.
+class XAttnNumberingMixin:
+    """Places of images in [`XAttnModel`]."""
+
+    def find_numbering(self: Any) -> ImagePositions | None:
+        """See [`XAttnImagesMixin.find_numbering`]."""
+        perceiver = self.config.perceiver_config
+        return ImagePositions(perceiver.num_image_positions) if perceiver and perceiver.num_image_positions else None
+
+
+def place_in_row(count: int, images: ImageInputs, real: torch.Tensor | None, cached: ImageLayout | None) -> ImageInputs:
+    """Adds `positions` below `count` to the new images of a call.
 
     Args:
         images ([`ImageInputs`]): the new images, `(R, n, ...)`. Those of packed rows have their `positions`.
@@ -41,10 +64,9 @@ def place_in_row(
     Raises:
         ValueError: if a row has more images than positions.
     """
-    if not counts_images(config, images) or images.positions is not None:
+    if images.positions is not None:
         return images
-    assert images.images is not None and config.perceiver_config is not None
-    count = config.perceiver_config.num_image_positions
+    assert images.images is not None
     rows, num_images = images.images.shape[:2]
     device = images.images.device
     before = _in_cache(cached, rows)
@@ -68,17 +90,17 @@ def place_in_row(
     return replace(images, positions=positions)
 
 
-def place_in_samples(config: XAttnConfig, images: ImageInputs, text: PackedText, rows: ImageRows | None) -> ImageInputs:
-    """Adds `positions` to the images of packed rows, if the model's resampler reads them.
+def place_in_samples(
+    count: int, config: XAttnConfig, images: ImageInputs, text: PackedText, rows: ImageRows | None
+) -> ImageInputs:
+    """Adds `positions` below `count` to the images of packed rows.
 
     Raises:
         ValueError: if a packed row has not one marker for each image, a sample has more images than positions, or text
             rows have the images that they share at different places.
     """
-    if not counts_images(config, images):
-        return images
-    assert images.images is not None and config.perceiver_config is not None
-    count, shape = config.perceiver_config.num_image_positions, images.images.shape[:2]
+    assert images.images is not None
+    shape = images.images.shape[:2]
     real = images.real_images
     order = image_order(text.starts.new_ones(shape) if real is None else real)
     order = rows_to(order, len(text.starts)) if rows is None else rows.counts_of_text(order)
@@ -108,13 +130,11 @@ def place_in_samples(config: XAttnConfig, images: ImageInputs, text: PackedText,
     return replace(images, positions=places)
 
 
-def check_hides_last(config: XAttnConfig, image_mask: torch.Tensor, cached: ImageLayout) -> None:
+def check_hides_last(image_mask: torch.Tensor, cached: ImageLayout) -> None:
     """Raises a `ValueError` if a mask `(rows, num_images)` hides a cached image in front of a real one.
 
     Without the hidden image, the real one would have another place than the one that it was encoded with.
     """
-    if config.perceiver_config is None or not config.perceiver_config.num_image_positions:
-        return
     hidden = ~image_mask
     if cached.image_mask is not None:
         rows = max(len(hidden), len(cached.image_mask))

@@ -19,14 +19,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..decoders.channel import carried_context
+from ..decoders.insertion import is_cross_attending
 from ..layers.context import KEYWORD
-from .channel import carried_context
-from .insertion import is_cross_attending
 
 
 WRAPPED = "_checkpoint_wrapped_module"  # torch's name of the module inside
 FUNCTION = "_gradient_checkpointing_func"  # transformers' name of what a layer calls
 _READS = "_reads_cross_attention_context"
+
+
+class XAttnRecomputingMixin:
+    """Gradient checkpointing of [`XAttnModel`]."""
+
+    def why_uncached(self: Any) -> str | None:
+        """Why a forward must not write into a cache; None if it may."""
+        learns = self.training or self.text_model.training or torch.is_grad_enabled()
+        if learns and recomputes_layers(self, self._interface.receives_keywords):
+            return "Gradient checkpointing runs layers twice"
+        return None
 
 
 def recomputes_layers(model: Any, receives_keywords: bool) -> bool:

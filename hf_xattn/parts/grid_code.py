@@ -13,6 +13,9 @@ import torch
 from torch import nn
 
 from ..configuration_xattn import XAttnConfig
+from ..images.connector import mlp
+from ..utils.architectures import TILED_VISION_TYPES
+from ..utils.parts import CONNECTORS
 
 
 WAVES = 4  # along each axis: the first has half a period in the picture, so it tells left from right
@@ -60,13 +63,15 @@ def code_directions(width: int, most: int) -> torch.Tensor:
     return (own / (own.sum(1, keepdim=True).clamp(min=1) * SIZE * 2**0.5))[: most // 4]
 
 
-def check_square(config: XAttnConfig, pictures: torch.Tensor) -> None:
-    """Raises a `ValueError` for pixels or a map of features `(..., height, width)` whose grid of tokens is not square,
-    if image tokens get its code.
-    """
-    height, width = pictures.shape[-2:]
-    if config.connector_type == "mlp_2d" and height != width:
+def mlp_2d(config: XAttnConfig) -> list[nn.Module]:
+    tower = config.vision_config
+    if tower is not None and tower.model_type in TILED_VISION_TYPES:
         raise ValueError(
-            f"Expected square pictures for `connector_type='mlp_2d'`, got a height of {height} and a width of {width}. "
-            "Have the image processor crop or resize to a square, or use 'mlp'."
+            f"Expected a vision tower of whole pictures for `connector_type='mlp_2d'`, got {tower.model_type!r}, which "
+            "reads tiles and has codes of their places. Use 'mlp' or 'linear'."
         )
+    return [*mlp(config), GridCode()]
+
+
+mlp_2d.needs_square = True  # type: ignore[attr-defined]
+CONNECTORS.register("mlp_2d", mlp_2d)

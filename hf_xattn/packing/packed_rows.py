@@ -5,7 +5,7 @@ The contract: positions that start again, no `attention_mask`, no cache, and a d
 the one before plus 1, and so do the images. Other rows whose positions start again are refused: their samples would
 silently read each other.
 
-The images of a packed row stand in the order of their markers (see `cache/packed_samples.py`).
+The images of a packed row stand in the order of their markers (see `packing/packed_samples.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..configuration_xattn import XAttnConfig
+from ..decoders.decoder import DecoderInterface
+from ..decoders.text_inputs import mask_of_new_text
 from ..images.conversation import PreparedImages
 from ..images.image_inputs import ImageInputs
-from .decoder import DecoderInterface
-from .text_inputs import mask_of_new_text
+from .packed_samples import PackedText
 
 
 # What FlashAttention needs to know of the samples. From `position_ids` it finds them only in a batch of one row.
@@ -31,6 +32,15 @@ REFUSED = (
     "Packed rows (`position_ids` that start again) need a forward without `attention_mask` and without a cache, and a "
     "decoder that is known to keep samples apart, got {}. Otherwise pass one sample a row, padded."
 )
+
+
+class XAttnPackingMixin:
+    """Packed rows of [`XAttnModel`]."""
+
+    def find_samples(self: Any, text: Mapping[str, Any], *call: Any) -> PackedText | None:
+        """See [`find_samples`]."""
+        starts = find_samples(self._interface, self.config, text, *call)
+        return None if starts is None else PackedText(starts)
 
 
 def find_samples(

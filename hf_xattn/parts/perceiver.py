@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from ..configuration_xattn import PerceiverConfig
+from ..configuration_xattn import PerceiverConfig, XAttnConfig
+from ..utils.first_values import ValuesComeLater
+from ..utils.parts import CONNECTORS
 from ..utils.projection import ImageLinear
 
 
@@ -71,6 +74,8 @@ class PerceiverLayer(nn.Module):
 class PerceiverResampler(nn.Module):
     """Maps the tokens of each image to `num_latents` tokens."""
 
+    reads_positions = True
+
     def __init__(self, config: PerceiverConfig):
         super().__init__()
         self.latents = nn.Parameter(torch.randn(config.num_latents, config.hidden_size))
@@ -81,6 +86,11 @@ class PerceiverResampler(nn.Module):
         )
         self.layers = nn.ModuleList([PerceiverLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+
+    def write_first_values(self) -> None:
+        init.normal_(self.latents, mean=0.0, std=1.0)
+        if self.image_positions is not None:
+            init.normal_(self.image_positions, mean=0.0, std=1.0)
 
     def forward(self, features: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """`(..., tokens, width)` to `(..., num_latents, width)`.
@@ -98,3 +108,12 @@ class PerceiverResampler(nn.Module):
         for layer in self.layers:
             latents = layer(context, latents)
         return self.norm(latents).unflatten(0, features.shape[:-2])
+
+
+def perceiver(config: XAttnConfig) -> list[nn.Module]:
+    assert config.perceiver_config is not None
+    with ValuesComeLater():
+        return [PerceiverResampler(config.perceiver_config)]
+
+
+CONNECTORS.register("perceiver", perceiver)

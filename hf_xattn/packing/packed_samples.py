@@ -17,10 +17,21 @@ from ..configuration_xattn import XAttnConfig
 
 
 class PackedText(NamedTuple):
-    """Text of which some rows are packed."""
+    """Text of which some rows are packed: [`Samples`] of the core."""
 
     starts: torch.Tensor  # `(B, T)`, True at the first token of each sample
-    markers: torch.Tensor | None  # `(B, T)`, the image markers; None if the text or the model has none
+    markers: torch.Tensor | None = None  # `(B, T)`, the image markers; None if they are unknown
+
+    def with_markers(self, markers: torch.Tensor | None) -> PackedText:
+        return self._replace(markers=markers)
+
+    def check_images(self, config: XAttnConfig, images: torch.Tensor, markers: torch.Tensor) -> None:
+        """See [`check_packed_images`]."""
+        check_packed_images(config, self.starts, images, markers)
+
+    def images_of_samples(self, order: torch.Tensor, counted: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """See [`images_of_samples`]."""
+        return images_of_samples(order, counted, seen, self.starts)
 
 
 def check_packed_images(config: XAttnConfig, starts: torch.Tensor, images: torch.Tensor, markers: torch.Tensor) -> None:

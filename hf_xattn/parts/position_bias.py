@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..configuration_xattn import CrossAttentionConfig
-from .positions import SCORE_PARTS, ScorePart
+from ..layers.positions import SCORE_PARTS, ScorePart
 
 
 def relative_position_bucket(config: CrossAttentionConfig, distance: torch.Tensor) -> torch.Tensor:
