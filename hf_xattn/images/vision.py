@@ -37,10 +37,6 @@ class Tiles(NamedTuple):
     aspect_ratio_ids: torch.Tensor  # (batch, num_images), 0 = no image
     aspect_ratio_mask: torch.Tensor  # (batch, num_images, max_num_tiles), 1 = a tile, 0 = padding
 
-    def drop(self, count: int) -> Tiles:
-        """Removes the tiles of the first `count` images."""
-        return Tiles(self.aspect_ratio_ids[:, count:], self.aspect_ratio_mask[:, count:])
-
 
 def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
     """Builds a vision tower with random weights. Raises a `ValueError` for a model that is not a vision tower."""

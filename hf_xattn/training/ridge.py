@@ -67,11 +67,3 @@ def with_float64(tensor: torch.Tensor) -> torch.Tensor:
 def with_one(features: torch.Tensor) -> torch.Tensor:
     """The features and a constant, for the bias: `(count, inputs + 1)`."""
     return torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
-
-
-def ridge(features: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight `(outputs, inputs)` and the bias `(outputs,)` of a regression, in float32. See [`RidgeSums`]."""
-    sums = RidgeSums()
-    sums.add(features, targets)
-    solved = sums.solve().float()
-    return solved[:-1].T, solved[-1]

@@ -8,6 +8,7 @@ import own_parts
 import pytest
 import torch
 from PIL import Image
+from ridge_regression import ridge
 from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from training_examples import COLOURS
 from transformers import (
@@ -21,7 +22,7 @@ from hf_xattn import XAttnProcessor, align_connector, retrofit
 from hf_xattn.parts.grid_code import GridCode
 from hf_xattn.training.alignment_rows import CannotAlign
 from hf_xattn.training.block_start import KEY_PLACES, PLACES, VALUES
-from hf_xattn.training.ridge import RidgeSums, ridge
+from hf_xattn.training.ridge import RidgeSums
 from hf_xattn.training.told_words import ToldWords
 from hf_xattn.training.word_states import told_apart, word_states
 from hf_xattn.utils.transformers_api import AutoImageProcessor

@@ -2,8 +2,7 @@
 
 import numpy as np
 import torch
-
-from hf_xattn.training.ridge import ridge
+from ridge_regression import ridge
 
 
 def test_ridge():
