@@ -124,7 +124,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
                 `num_image_positions`, padding images take no position. Positions are those of the row: packed rows
                 need `pixel_values` or `vision_features`.
             output_hidden_states, output_attentions (`bool`, *optional*): return those of the vision tower, where it
-                has them; attentions need its eager implementation. None: as in `config`.
+                returns them (a tiled tower returns neither); attentions need its eager implementation.
+                None: as in `config`.
             return_dict (`bool`, *optional*): False = a tuple. None: as in `config.return_dict`.
 
         Returns:

@@ -7,9 +7,6 @@ tokens of padding tiles.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -190,20 +187,9 @@ def run_tower(
         return _by_image(tower, output, pixel_values)
     if tiles is None:
         return _by_image(tower, _read_whole_images(tower, pixel_values, taken), pixel_values)
-    pixel_values = pixel_values.to(tower.dtype)
-    arguments = {"pixel_values": pixel_values, **tiles._asdict(), **taken}
-    recorded: dict[str, list[torch.Tensor]] = {
-        name: []
-        for name in ("hidden_states", "attentions")
-        if asked.get(f"output_{name}", getattr(tower.config, f"output_{name}"))
-    }
-    if not recorded:
-        return tower(**arguments)
-    with _recording_layers(tower, recorded):
-        output = tower(**arguments)
-    for name, values in recorded.items():
-        output[name] = tuple(values) or output.get(name) or ()
-    return output
+    output = tower(pixel_values=pixel_values.to(tower.dtype), **tiles._asdict(), **taken)
+    # transformers records no layers of this tower: older releases return its last hidden state in their place.
+    return BaseModelOutput(last_hidden_state=output.last_hidden_state)
 
 
 def _with_features_of(
@@ -226,36 +212,6 @@ def _with_features_of(
     if not keeps_states:
         output.hidden_states = None
     return output
-
-
-@contextlib.contextmanager
-def _recording_layers(tower: PreTrainedModel, recorded: dict[str, list[torch.Tensor]]) -> Iterator[None]:
-    """Records what the layers of Mllama's tower return: first the local layers, then the global ones.
-
-    The recording of transformers does not work for this tower: it looks for the classes of Mllama's text layers.
-    """
-    thread = threading.get_ident()
-    hidden_states, attentions = recorded.get("hidden_states"), recorded.get("attentions")
-
-    def keep_hidden_states(layer, args, kwargs, output):
-        if hidden_states is not None and threading.get_ident() == thread:
-            before = [] if hidden_states else [args[0] if args else next(iter(kwargs.values()))]
-            hidden_states.extend([*before, output])
-
-    def keep_attentions(attention, args, output):
-        if attentions is not None and threading.get_ident() == thread and output[1] is not None:
-            attentions.append(output[1])
-
-    hooks = []
-    stacks: Any = tower  # typed like any module
-    for layer in (*stacks.transformer.layers, *stacks.global_transformer.layers):
-        hooks.append(layer.register_forward_hook(keep_hidden_states, with_kwargs=True))
-        hooks.append(layer.self_attn.register_forward_hook(keep_attentions))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def connect(

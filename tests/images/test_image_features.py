@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_mllama import TILED, TILES, VISION, make_mllama
+from tiny_mllama import TILED, TILES, make_mllama
 from tiny_models import make_model, make_text, pixels, token_ids
 from transformers import CLIPVisionConfig, ConvNextConfig, ResNetConfig
 from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -84,17 +84,7 @@ def test_tiled_tower():
     expected = theirs.model.vision_model(**given, **asks)
     assert outputs.last_hidden_state.shape[:3] == (2, 2, TILES)
     assert torch.allclose(outputs.last_hidden_state, expected.last_hidden_state, atol=1e-5)
-    # transformers' own tower returns empty tuples here. Three local layers and a global one, over all tiles of an
-    # image.
-    assert [len(each) for each in (outputs.hidden_states, outputs.attentions)] == [5, 4]
-    tokens = outputs.hidden_states[0].shape[1]
-    assert all(each.shape == (4, tokens, 16) for each in outputs.hidden_states)
-    assert all(each.shape == (4, 2, tokens, tokens) for each in outputs.attentions)
-    tower = ours.model.vision_tower
-    middle = torch.stack([outputs.hidden_states[index + 1] for index in VISION["intermediate_layers_indices"]], dim=-1)
-    middle = middle.view(2, 2, TILES, tokens // TILES, -1)[:, :, :, :5]
-    assert torch.equal(outputs.last_hidden_state[..., 16:], middle)
-    assert not any(module._forward_hooks for layer in tower.transformer.layers for module in layer.modules())
+    assert outputs.hidden_states is None and outputs.attentions is None  # what transformers records is not these
     silent = ours.get_image_features(**given)
     assert silent.hidden_states is None and silent.attentions is None
     assert outputs.pooler_output.shape == (2, 2, TILES * 5, 32)
