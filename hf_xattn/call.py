@@ -277,6 +277,7 @@ def see(model: Any, call: Call, images: ImagesOfCall) -> CrossCache:
     states = images.new.states if zero is None else images.new.states + zero.to(images.new.states.dtype)
     seen = CrossCache(cross.cache_dtype)
     seen.fill(images.layout, model.project_images(states, cross, images.new.layout), cross.made_by)
+    seen.read_by = model._folder
     return seen
 
 
@@ -311,12 +312,8 @@ def commit(
     images: ImagesOfCall | None,
     decision: Decision | None,
     seen: CrossCache | None,
-    mark: str | None,
 ) -> None:
-    """Updates the cache of a forward that may write. `images`, `decision` and `seen` are None for text alone.
-
-    `mark` (`str`, *optional*): of the active set of blocks, see `checkpoints/block_sets.py`.
-    """
+    """Updates the cache of a forward that may write. `images`, `decision` and `seen` are None for text alone."""
     cache = call.cache
     assert cache is not None
     cross = cache.cross_attention_cache
@@ -326,7 +323,6 @@ def commit(
             cross.layout = images.layout
         else:
             cross.restore(seen.state())
-            cross.read_by = mark
             cache.note_images(call.length)
             if cache.offloads:
                 cross.offload_all()

@@ -5,7 +5,6 @@ Everything here runs without a text.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from .cache.image_layout import ImageLayout
 from .cache.int8_cache import as_stored, check_cache_dtype, check_no_gradient
 from .cache.visibility import Samples
 from .cache.xattn_cache import XAttnCache
-from .checkpoints.block_sets import XAttnSetsMixin
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface
 from .images.connector import XAttnConnector
@@ -36,7 +34,7 @@ from .utils.transformers_api import takes_cache
 logger = logging.get_logger(__name__)
 
 
-class XAttnImagesMixin(XAttnSetsMixin):
+class XAttnImagesMixin:
     """What [`XAttnModel`] does with images before there is a text."""
 
     config: XAttnConfig
@@ -44,6 +42,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
     vision_tower: PreTrainedModel | None
     connector: XAttnConnector | None
     _interface: DecoderInterface
+    _inserted: str = ""  # mark of the insertion of this model's blocks into its text model
+    _folder: str = ""  # identity of the folder of `adapter_only=True` that this model was loaded from
 
     @property
     def blocks(self) -> list[GatedCrossAttentionBlock]:
@@ -57,7 +57,6 @@ class XAttnImagesMixin(XAttnSetsMixin):
 
     def _like(self) -> torch.Tensor:
         """A weight that keys and values are projected with."""
-        self._check_active()
         return self.blocks[0].attn.k_proj.weight
 
     # Places of extras, which `extras_xattn.py` fills. What stands here is for one process without a store.
@@ -149,7 +148,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
             aspect_ratio_ids=aspect_ratio_ids,
             aspect_ratio_mask=aspect_ratio_mask,
         )
-        self._check_active()
+        self._check_inserted()
         if inputs.images is None:
             raise ValueError("`get_image_features` needs `pixel_values`.")
         # What neither the call nor this configuration asks for is left to the tower's own.
@@ -264,11 +263,9 @@ class XAttnImagesMixin(XAttnSetsMixin):
             [`ImagesOfCall`]: with the caller's mask for the text to come.
         """
         if inputs.images is not None:
-            self._check_active()
+            self._check_inserted()
         cross = cache.cross_attention_cache
         self._check_made_here(cross)
-        if self._sets is not None:
-            self._check_set(cross)
         source = None if inputs.images is None else self.find_source(made_by)
         target = cross
         if not cross.layers:
@@ -294,7 +291,6 @@ class XAttnImagesMixin(XAttnSetsMixin):
         elif images.layout is not None:
             cross.show(images.layout)
         if images.new is not None or images.stored is not None:
-            cross.read_by = self._mark
             cache.note_images(0, text.new) if text.rows is not None else cache.note_images(1)
         return images
 
@@ -324,19 +320,32 @@ class XAttnImagesMixin(XAttnSetsMixin):
         return found
 
     def _check_made_here(self, cross: CrossCache) -> None:
-        """Raises a `ValueError` where encoded images are of another model, or of this one with other weights."""
+        """Raises a `ValueError` where images, or the text about them, are of another model or of other weights."""
         block = self.config.cross_attention_config
         if cross.layers:
-            blocks = self.blocks  # none, if no set of blocks is active
-            heads = blocks[0].attn.num_key_value_heads if blocks else block.num_key_value_heads
+            heads = self.blocks[0].attn.num_key_value_heads
             check_fits(cross, len(self.config.cross_attention_layers), heads, block.head_dim)
-        if cross.made_by is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        if cross.read_by not in (None, self._folder):
+            raise ValueError(
+                "`cache` holds a conversation about images that a model of another `adapter_only=True` folder has "
+                "read. Go on with that model, or start from an empty cache."
+            )
+        if cross.made_by is None:
             return
         current = self.image_identity()
         if cross.made_by != current:
             raise ValueError(
                 "`cache` holds images that another model encoded, or this one with other weights: their "
                 f"identity is {cross.made_by[:12]}, this model's is {current[:12]}. Encode the images again."
+            )
+
+    def _check_inserted(self) -> None:
+        insertion: Any = getattr(self.text_model, "_insertion", None)
+        if insertion is None or insertion.mark != self._inserted:
+            raise ValueError(
+                "`remove_blocks` took the blocks of this model out. Use its text model, or call `retrofit` with that."
             )
 
 
@@ -359,28 +368,6 @@ class XAttnDelegationMixin:
     def image_identity(self) -> str:
         """See [`XAttnModel.image_identity`]."""
         return self.model.image_identity()
-
-    def load_cross_attention(self, folder: str | Path, name: str, **load_kwargs) -> None:
-        """See [`XAttnModel.load_cross_attention`]."""
-        self.model.load_cross_attention(folder, name, **load_kwargs)
-
-    def set_cross_attention(self, name: str | None) -> None:
-        """See [`XAttnModel.set_cross_attention`]."""
-        self.model.set_cross_attention(name)
-
-    def delete_cross_attention(self, name: str) -> None:
-        """See [`XAttnModel.delete_cross_attention`]."""
-        self.model.delete_cross_attention(name)
-
-    @property
-    def cross_attention_names(self) -> list[str]:
-        """See [`XAttnModel.cross_attention_names`]."""
-        return self.model.cross_attention_names
-
-    @property
-    def active_cross_attention(self) -> str | None:
-        """See [`XAttnModel.active_cross_attention`]."""
-        return self.model.active_cross_attention
 
     @property
     def blocks(self) -> list[GatedCrossAttentionBlock]:

@@ -113,7 +113,9 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         self._check_inserted()
         check_text(text, given_cache is None, self.get_input_embeddings)
         call = read_call(self, text, images, given_cache, use_cache, output_attentions)
-        if images is not NO_IMAGES or call.starts or self._sets is not None:
+        cross = call.cross
+        read_anew = cross is not None and cross.layers and cross.read_by != self._folder
+        if images is not NO_IMAGES or call.starts or read_anew:
             self._check_cache(call)
         found, decision, seen, context = find_images(self, call), None, None, None
         if found is not None:
@@ -124,25 +126,21 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
             outputs = self._interface.call(runner, call.text, context, call.text_cache, call.use_cache)
             weights = None if context is None else self._weights_of_blocks(context, call)
             if call.cache is not None and call.uncached is None:
-                commit(call, found, decision, seen, self._mark)
+                commit(call, found, decision, seen)
         cache = call.cache if call.cache is not None else outputs.get(self._interface.cache_argument)
         return outputs, (cache if call.use_cache else None), weights
 
     def _check_cache(self, call: Call) -> None:
-        """Raises a `ValueError` for images that other weights or blocks have encoded, or that no block could read."""
+        """Raises a `ValueError` for images that other weights have encoded, or that no block could read."""
         images, cache = call.images, call.cache
         brings = images is not NO_IMAGES and (not isinstance(images, ImageInputs) or images.images is not None)
         if isinstance(images, ImageInputs):
             if images.image_rows is not None:
                 refuse_data_parallel(self)
-            if cache is not None and (brings or call.starts):
-                self._check_made_here(cache.cross_attention_cache)  # where images come in
-        if self._sets is None:
-            return
-        if brings:
-            self._check_active()
-        if call.cross is not None:
-            self._check_set(call.cross)
+            if cache is not None and (brings or call.starts or cache.cross_attention_cache.read_by != self._folder):
+                self._check_made_here(cache.cross_attention_cache)  # where images come in, or are read first
+        if call.cross is not None and call.cross.layers:
+            call.cross.read_by = self._folder
 
     def _weights_of_blocks(self, context: CrossAttentionContext, call: Call) -> tuple[torch.Tensor, ...] | None:
         """The attention weights of all blocks, if requested.

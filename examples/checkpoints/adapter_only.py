@@ -1,9 +1,9 @@
-"""Trains two sets of blocks on one frozen base, saves only what was added, and switches between them on one loaded
-base.
+"""Trains two models on one frozen base, saves only what was added to it, and puts one folder after the other onto one
+loaded text model.
 
 python examples/checkpoints/adapter_only.py
 
-The first set names the colour of a drawing, the second one its shape.
+The first model names the colour of a drawing, the second one its shape.
 """
 
 import sys
@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, XAttnProcessor, freeze_base, retrofit
+from hf_xattn import (
+    XAttnDataCollator,
+    XAttnForConditionalGeneration,
+    XAttnProcessor,
+    freeze_base,
+    remove_blocks,
+    retrofit,
+)
 
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -77,16 +84,16 @@ def main(folder: Path) -> None:
     train_and_save(text, vision, SHAPES, folder / "shapes")
 
     model = XAttnForConditionalGeneration.from_pretrained(folder / "colours")  # loads text model and tower as well
-    model.load_cross_attention(folder / "shapes", "shapes")  # on the same text model, which is not loaded again
     processor = load_processor(text, vision)
-    print(f"shapes: {answers(model, processor)}")
-    model.set_cross_attention("default")
     print(f"colours: {answers(model, processor)}")
+    base = remove_blocks(model)
+    model = XAttnForConditionalGeneration.from_pretrained(folder / "shapes", text_base=base)  # does not load it again
+    print(f"shapes: {answers(model, processor)}")
 
-    model.set_cross_attention(None)  # text alone
+    base = remove_blocks(model)  # text alone
     inputs = processor(text=QUESTION)
     with torch.no_grad():
-        same = torch.equal(model(**inputs).logits, AutoModelForCausalLM.from_pretrained(text)(**inputs).logits)
+        same = torch.equal(base(**inputs).logits, AutoModelForCausalLM.from_pretrained(text)(**inputs).logits)
     print(f"without blocks, logits bit-identical to the base: {same}")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
@@ -97,6 +98,9 @@ class CrossAttentionLayer(DynamicLayer):
         return tensor.to(self.device, non_blocking=True)
 
 
+State: TypeAlias = "tuple[list[CrossAttentionLayer], ImageLayout | None, Note[str | None], Note[str | None]]"
+
+
 class CrossCache(DynamicCache):
     """Images of a batch, for all blocks.
 
@@ -109,8 +113,8 @@ class CrossCache(DynamicCache):
         layout ([`ImageLayout`], *optional*): describes the image tokens; None if there are no images.
         made_by (`str`, *optional*): identity of the model and the weights that encoded the images, see
             `checkpoints/model_identity.py`.
-        read_by (`str`, *optional*): mark of the set of blocks that the images and the text belong to, see
-            `checkpoints/block_sets.py`.
+        read_by (`str`, *optional*): identity of the `adapter_only=True` folder whose model has read the images with a
+            text. Empty for a model of no such folder, None before a text.
     """
 
     def __init__(self, cache_dtype: str | None = None):
@@ -134,8 +138,8 @@ class CrossCache(DynamicCache):
         return getattr(self._reader, "value", None)
 
     @read_by.setter
-    def read_by(self, mark: str | None) -> None:
-        self._reader = Note(mark)
+    def read_by(self, folder: str | None) -> None:
+        self._reader = Note(folder)
 
     @property
     def cache_dtype(self) -> str | None:
@@ -165,17 +169,15 @@ class CrossCache(DynamicCache):
         appended = layout if self.layout is None else self.layout.append(layout)
         if self.layers:
             made_by = self.made_by
-        else:
-            self.read_by = None
         self.layers, self.layout, self.made_by = layers, appended, made_by
 
-    def state(self) -> tuple[list[CrossAttentionLayer], ImageLayout | None, Note[str | None]]:
+    def state(self) -> State:
         """Returns the present state for [`restore`]. Copies nothing, because tensors are never written into."""
-        return self.layers, self.layout, self._maker
+        return self.layers, self.layout, self._maker, self._reader
 
-    def restore(self, state: tuple[list[CrossAttentionLayer], ImageLayout | None, Note[str | None]]) -> None:
+    def restore(self, state: State) -> None:
         """Returns to a `state`: images added since then are gone."""
-        self.layers, self.layout, self._maker = state
+        self.layers, self.layout, self._maker, self._reader = state
 
     def plus_zero(self, zero: torch.Tensor) -> CrossCache:
         """The same images, whose first keys depend on a zero: its gradient reaches what the zero was made of."""
@@ -203,7 +205,7 @@ class CrossCache(DynamicCache):
 
     def reset(self) -> None:
         # Drop the tensors and do not zero them: other caches may share them.
-        self.layers, self.layout, self.made_by = [], None, None
+        self.layers, self.layout, self.made_by, self.read_by = [], None, None, None
 
     def offload_all(self) -> None:
         """Moves keys and values to the host. Each block copies its own back while it runs."""

@@ -139,8 +139,6 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
 
 
 def _check_whole(model: _Model) -> None:
-    if not model.blocks:
-        return  # no set of blocks is active, which other checks tell
     heads, held = model.config.cross_attention_config.num_key_value_heads, model.blocks[0].attn.num_key_value_heads
     if held != heads:
         raise ValueError(

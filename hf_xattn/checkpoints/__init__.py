@@ -1,4 +1,4 @@
-"""Loading and saving: whole models, small checkpoints, sets of blocks, quantized, GGUF and PEFT bases, the model card.
+"""Loading and saving: whole models, small checkpoints, quantized, GGUF and PEFT bases, the model card.
 
 What may come in: what reads or writes the files of a model.
 Imports from: utils, cache, layers, images, decoders, learning.

@@ -19,23 +19,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.modeling_utils import local_torch_dtype, remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
 from ..configuration_xattn import XAttnConfig
-from ..decoders.block_stack import Blocks, make_blocks, weight_of
-from ..decoders.decoder import find_decoder
-from ..decoders.insertion import BLOCKS
-from ..images.connector import XAttnConnector, new_connector
-from ..images.vision import build_tower
 from ..utils.checkpoint_files import check_name, read_headers, read_json, sha256_of, short
 from ..utils.keywords import CONFIG_KEYWORDS, FILE_KEYWORDS, HUB_KEYWORDS, LOAD_KEYWORDS, given
 from ..utils.quantized_weights import first_quantized, plain_tensors, shape_before
 from .bases import BaseSource, base_of, load_text, load_vision, named_base
 from .folders import MANIFEST, find_file, find_manifest
 from .model_identity import checksum, digest_of, line_of
+from .own_parts import refuse_adapter_layers
 
 
 logger = logging.get_logger(__name__)
@@ -46,6 +41,7 @@ PARTS: tuple[tuple[str, str, Callable[..., PreTrainedModel]], ...] = (
     ("vision_tower", "vision_base", load_vision),
 )
 FORMAT = 1
+OF_PEFT = ("adapter_kwargs", "adapter_name")  # keywords of `from_pretrained` for an adapter (PEFT) on the model
 # Fields of a part's configuration that change no answer.
 NO_SETTINGS = frozenset(
     "name_or_path architectures dtype torch_dtype transformers_version quantization_config use_cache auto_map "
@@ -199,10 +195,10 @@ class Adapter:
         return {**rest, **kept, "config": config, "state_dict": state}
 
     def _base_weights(
-        self, bases: dict[str, BaseSource | None], load_kwargs: dict[str, Any]
+        self, bases: dict[str, BaseSource | None], load_kwargs: dict[str, Any], parts: Any = PARTS
     ) -> Iterator[tuple[str, torch.Tensor]]:
         hub = given((*HUB_KEYWORDS, "trust_remote_code"), load_kwargs)
-        for _, argument, load in PARTS:
+        for _, argument, load in parts:
             record, named = self.manifest.get(argument), bases[argument]
             if record is None:
                 if named is not None:
@@ -244,138 +240,99 @@ class Adapter:
             ) from error
         weights = weights_of(base)
         if digest_of_shapes(weights) != record["shapes"]:
-            raise ValueError(
-                f"{self.name} was saved on the base {record['name_or_path']}, and `{argument}` {source.name} is a "
-                f"model of another shape. Pass `{argument}=`, the Hub id or folder of that base."
-            )
+            raise self._of_another_shape(argument, source.name)
+        self._check_fingerprint(argument, source.name, weights)
+        return base
+
+    def _of_another_shape(self, argument: str, name: str) -> ValueError:
+        return ValueError(
+            f"{self.name} was saved on the base {self.manifest[argument]['name_or_path']}, and `{argument}` {name} is "
+            f"a model of another shape. Pass `{argument}=`, the Hub id or folder of that base."
+        )
+
+    def _check_fingerprint(self, argument: str, name: str, weights: dict[str, torch.Tensor]) -> None:
+        record = self.manifest[argument]
         if fingerprint(weights) != record["fingerprint"]:
             logger.warning(
-                f"The weights of the base {source.name} are not those that {self.name} was saved with "
+                f"The weights of the base {name} are not those that {self.name} was saved with "
                 f"({record['name_or_path']}, revision {record['revision']}): the base has changed, and the model will "
                 "answer differently."
             )
-        return base
 
+    def identity(self) -> str:
+        """SHA-256 of the weights in the checkpoint and of its configuration."""
+        files = self.manifest["files"]
+        names = [name for name in sorted(files) if name == "config.json" or name.endswith(".safetensors")]
+        return digest_of(*(files[name]["sha256"] for name in names))
 
-def load_set(
-    model: Any, adapter: Adapter, config: XAttnConfig, load_kwargs: dict[str, Any]
-) -> tuple[dict[tuple[int, str], Blocks], XAttnConnector | None, PreTrainedModel | None]:
-    """Loads the blocks, the connector and the vision tower of a checkpoint, to stand beside those of a model.
+    def onto(self, model_class: Any, text: PreTrainedModel, config: Any, asked: dict[str, Any]) -> Any:
+        """Puts the checkpoint onto a text model that is loaded, which contains the blocks afterwards.
 
-    `config` is the checkpoint's, and gets the configuration of the tower. `load_kwargs` are for a vision tower of its
-    own. Raises a `ValueError` for a base of another shape, and for weights of a text model that was trained too.
+        `asked` are the caller's keyword arguments. Everything is made on the device and in the dtype of the text model.
 
-    Returns:
-        `tuple`: blocks by the index of their layer and their name in it; connector and tower, None without pixels.
-    """
-    _check_text(model, adapter, config)
-    added = adapter.added()
-    start = adapter.manifest["text_base"]["prefix"].removesuffix("text_model.")
-    added = {name.removeprefix(start): tensor for name, tensor in added.items()}
-    _, layers = find_decoder(model.text_model)
-    paths = {id(module): name for name, module in model.text_model.named_modules()}
-    blocks: dict[tuple[int, str], Any] = {}
-    for place in sorted(set(config.cross_attention_layers)):
-        index = min(place, len(layers) - 1)
-        part = BLOCKS[place - index]
-        made: Any = make_blocks(config, place, weight_of(layers[index]), model.text_model.dtype)
-        _load(made, added, f"text_model.{paths[id(layers[index])]}.{part}.")
-        blocks[index, part] = made.train(model.training)
-    connector = tower = None
-    if config.vision_config is not None:
-        tower = _tower(model, adapter, config.vision_config, added, load_kwargs)
-        connector = new_connector(config, tower)
-        _load(connector, added, "connector.")
-    for name in [name for name in added if "additional" in name.split(".")]:
-        if torch.equal(model.text_model.get_parameter(name.removeprefix("text_model.")).cpu(), added[name]):
-            del added[name]
-    if added:
-        raise ValueError(
-            f"`folder` ({adapter.name}) changes weights of the text model, which all sets share: {sorted(added)[:3]} "
-            f"({len(added)} in all). Load it as a model of its own."
-        )
-    if tower is not None:
-        config.vision_config = tower.config
-    config.cross_attention_config._attn_implementation = model.config.cross_attention_config._attn_implementation
-    return blocks, connector, tower
-
-
-def _check_text(model: Any, adapter: Adapter, config: XAttnConfig) -> None:
-    parts = [part for part in (model.text_model, model.vision_tower) if part is not None]
-    if any(weight.is_meta for part in parts for weight in part.parameters()):
-        raise ValueError("`load_cross_attention` cannot add blocks to a model with weights offloaded to a disk.")
-    sizes = [(each.additional_vocab_size, each.additional_vocab_in_head) for each in (config, model.config)]
-    if any(size for size, _ in sizes) and sizes[0] != sizes[1]:
-        (one, in_head), (other, in_mine) = sizes
-        raise ValueError(
-            f"`folder` ({adapter.name}) has {one} tokens behind its vocabulary (`additional_vocab_in_head={in_head}`), "
-            f"this model {other} (`{in_mine}`). Load it as a model of its own."
-        )
-    if differing := _differing(config.text_config, model.config.text_config):
-        logger.warning(
-            f"{adapter.name} was saved with another `{differing[0]}` of the text model ({len(differing)} settings "
-            "differ): it will answer differently on this one. Load it as a model of its own."
-        )
-    record = adapter.manifest["text_base"]
-    weights = {
-        name: tensor
-        for name, tensor in model.text_model.state_dict().items()
-        if not any(place in name.split(".") for place in (*BLOCKS, "additional"))
-    }
-    weights = without_ties(weights, model.text_model)
-    quantized = first_quantized(model.text_model) is not None
-    if record["shapes"] not in (digest_of_shapes(weights), _shapes_before(model, weights) if quantized else None):
-        raise ValueError(
-            f"`folder` ({adapter.name}) was trained on {record['name_or_path']}, and the text model of this model has "
-            "another shape."
-        )
-    if quantized:
-        base = base_of(model.text_model.config)
-        if base is None or (base.name, base.revision) != (record["name_or_path"], record["revision"]):
-            logger.warning(
-                f"This text model is quantized, so whether its weights are those of the base {record['name_or_path']} "
-                f"of {adapter.name} was not checked."
+        Raises:
+            ValueError: for keyword arguments that load a text model; for a text model that is another base than that
+                of the checkpoint; for a checkpoint that changes weights of its text model.
+        """
+        named = named_base("vision_base", asked.pop("vision_base", None))
+        for name, value in asked.items():
+            if name not in (*CONFIG_KEYWORDS, *OF_PEFT) and name[0] != "_" and value is not None:
+                raise ValueError(
+                    f"`from_pretrained` does not take `{name}` beside a `text_base` that is loaded already, got "
+                    f"{short(value)}. Change the text model before, or the model afterwards."
+                )
+        self.check_settings()
+        if not isinstance(config, XAttnConfig):
+            config = XAttnConfig.from_pretrained(self.name if config is None else config, **self.hub)
+        self._check_loaded(text, config.text_config)
+        prefix, weights = self.manifest["text_base"]["prefix"], self.added()
+        own = {prefix + name for name in tensors_of(text)}
+        if self.manifest["text_base"]["absent"] or own.intersection(weights):
+            raise ValueError(
+                f"{self.name} changes weights of its text model, so it cannot be put onto one that is loaded. Load it "
+                "without `text_base`."
             )
-    elif record["dtype"] != str(model.text_model.dtype).removeprefix("torch."):
-        logger.warning(
-            f"{adapter.name} was saved in {record['dtype']}, this model is in {model.text_model.dtype}, so whether its "
-            f"text model is the base {record['name_or_path']} was not checked."
-        )
-    elif fingerprint(weights) != record["fingerprint"]:
-        logger.warning(
-            f"The weights of this text model are not those of the base that {adapter.name} was saved with "
-            f"({record['name_or_path']}, revision {record['revision']})."
-        )
+        config.text_config = text.config
+        for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+            if part is not None:
+                part.dtype = text.dtype
+        if (recorded := self.recorded_base("vision_base")) is not None:
+            (named or recorded).note_in(config.vision_config)
+        weights = dict(self._base_weights({"vision_base": named}, asked, PARTS[1:])) | weights
+        with local_torch_dtype(text.dtype), text.device:
+            model = model_class(config, text_model=text)
+        start = prefix.removesuffix("text_model.")
+        result = model.base_model.load_state_dict({name.removeprefix(start): weights[name] for name in weights}, False)
+        missing = {start + name for name in result.missing_keys}.difference(own)
+        model._lacking = missing, set(result.unexpected_keys)
+        if "generation_config.json" in self.manifest["files"]:
+            model.generation_config = GenerationConfig.from_pretrained(self.name, **self.hub)
+        return model.eval()
 
-
-def _shapes_before(model: Any, weights: dict[str, torch.Tensor]) -> str:
-    """What `digest_of_shapes` gave before the text model was quantized."""
-    own: dict[str, torch.Tensor] = dict(model.text_model.named_parameters(remove_duplicate=False))
-    own.update(model.text_model.named_buffers(remove_duplicate=False))
-    return digest_of_shapes({name: shape_before(own[name]) for name in weights if name in own})
-
-
-def _tower(
-    model: Any, adapter: Adapter, config: Any, added: dict[str, torch.Tensor], load_kwargs: dict[str, Any]
-) -> PreTrainedModel:
-    """This model's tower if the set was trained with its weights and settings, otherwise one of its own."""
-    record, mine = adapter.manifest["vision_base"], model.vision_tower
-    changed = {name: added.pop(name) for name in tuple(added) if name.startswith("vision_tower.")}
-    as_its_base = not (changed or record["absent"])
-    if mine is not None and as_its_base and first_quantized(mine) is None and not _differing(config, mine.config):
-        if fingerprint(weights_of(mine)) == record["fingerprint"]:
-            return mine
-    hub = {name: value for name, value in load_kwargs.items() if name not in ("revision", "subfolder")}
-    tower: Any = adapter.base("vision_base", load_vision, None, hub)
-    weights = {name.removeprefix("vision_tower."): tensor for name, tensor in changed.items()}
-    if record["absent"] or _differing(config, tower.config):  # it was cut, or has settings that its base has not
-        weights = {**dict(adapter.kept("vision_base", tower)), **weights}
-        tower = build_tower(config).to(tower.dtype).eval()
-        if lacking := set(weights_of(tower)).difference(weights):
-            raise ValueError(f"{adapter.name} is damaged: its vision tower lacks {short(min(lacking))}.")
-    BaseSource.of_record(record).note_in(tower.config)  # for the next time that it is saved
-    tower.load_state_dict(weights, strict=False)
-    return tower if mine is None else tower.to(device=mine.device, dtype=mine.dtype)
+    def _check_loaded(self, text: PreTrainedModel, config: Any) -> None:
+        """Checks a text model that is loaded as [`base`] checks one that it loads, as far as its weights tell."""
+        refuse_adapter_layers(text, "`from_pretrained` cannot put blocks into", "Merge the adapter, or delete it.")
+        if any(weight.is_meta for weight in text.parameters()):
+            raise ValueError("`text_base`: the weights of the text model are offloaded. Load it without a device map.")
+        if differing := _differing(config, text.config):
+            logger.warning(
+                f"{self.name} was saved with another `{differing[0]}` of the text model ({len(differing)} settings "
+                "differ): it will answer differently on this one. Load it without `text_base`."
+            )
+        record, base, quantized = self.manifest["text_base"], base_of(text.config), first_quantized(text) is not None
+        name, weights = type(text).__name__ if base is None else base.name, without_ties(tensors_of(text), text)
+        before = digest_of_shapes({each: shape_before(tensor) for each, tensor in weights.items()})
+        # A checkpoint that is quantized itself holds more than that.
+        if record["shapes"] != before and not (quantized and record["shapes"] == digest_of_shapes(weights_of(text))):
+            raise self._of_another_shape("text_base", name)
+        if not quantized and record["dtype"] == str(text.dtype).removeprefix("torch."):
+            self._check_fingerprint("text_base", name, weights)
+        elif base is None or (base.name, base.revision) != (record["name_or_path"], record["revision"]):
+            logger.warning(
+                f"{self.name} was saved on a base in {record['dtype']}, and the text model is "
+                f"{'quantized' if quantized else f'in {text.dtype}'}, so whether it is the base "
+                f"{record['name_or_path']} was not checked."
+            )
 
 
 def _differing(one: Any, other: Any) -> list[str]:
@@ -390,15 +347,19 @@ def _differing(one: Any, other: Any) -> list[str]:
     return sorted(name for name in names if mine.get(name) != others.get(name))
 
 
-def _load(module: nn.Module, weights: dict[str, torch.Tensor], prefix: str) -> None:
-    """Loads the weights under a prefix, and removes them from `weights`. Raises an error if one is missing."""
-    own = {name.removeprefix(prefix): weights.pop(name) for name in tuple(weights) if name.startswith(prefix)}
-    module.load_state_dict(own)
-
-
 def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The weights of a model as they are saved: each tied weight once."""
     return without_ties(base.state_dict(), base)
+
+
+def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and saved buffers, by name. In a `state_dict`, bitsandbytes rounds 4-bit weights of a CPU for good."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for path, part in model.named_modules():
+        for name, tensor in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = tensor
+    return found
 
 
 def without_ties(weights: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from ..configuration_xattn import XAttnConfig
-from ..decoders.insertion import BLOCKS
+from ..decoders.insertion import BLOCKS, check_insertable
 from ..decoders.vocabulary import extend_vocabulary
 from ..layers.block import GatedCrossAttentionBlock
 from ..learning.activation_wrappers import refuse_reentrant
@@ -198,7 +198,8 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             quantization_config (*optional*): quantizes the text model alone. For a folder of `adapter_only=True`, None
                 means a text model in full precision, whatever it was.
             text_base, vision_base (`str` or `Path`, *optional*): Hub id or folder of the bases of such a folder, if
-                they have moved.
+                they have moved. `text_base` may also be a loaded text model, such as [`remove_blocks`] returns. It is
+                not copied: the blocks are put into its layers. (Auto classes copy what they are given: use this class.)
             allow_missing_weights (`bool`, defaults to `False`): give weights that the checkpoint, or the `state_dict`,
                 lacks first values, and warn of them. An empty `state_dict` asks for a model of first values.
 
@@ -206,7 +207,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             TypeError: for an `allow_missing_weights` that is no bool.
             ValueError: for a folder in which a save was cut off; with a configuration that no model has; with files
                 that are damaged, lie elsewhere or are pickled; with weights missing; or saved by another class. For a
-                base that is gone or of another shape.
+                base that is gone or of another shape. With a loaded text model, for a folder that changes its weights.
         """
         _refuse_splitting_of_old(kwargs)
         check_flags(allow_missing_weights=allow_missing_weights)
@@ -285,6 +286,15 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         from .adapters import Adapter
 
         adapter: Any = Adapter.find(source, load_kwargs)
+        if isinstance(text := load_kwargs.get("text_base"), PreTrainedModel):
+            if model_args:
+                raise ValueError(f"With a `text_base` that is loaded pass other arguments by name, got {model_args!r}.")
+            del load_kwargs["text_base"]
+            check_insertable(text)  # before `recorded`, which takes blocks out again after an error
+            with recorded(text):
+                model = adapter.onto(cls, text, config, load_kwargs)
+                _finish_adapter(model, adapter, {"dtype": text.dtype}, allowed)
+            return model
         load_kwargs.setdefault("quantization_config", adapter.manifest.get("quantization_config"))
         load_kwargs = adapter.load_kwargs(config, load_kwargs)
         if load_kwargs["quantization_config"] is not None:
@@ -293,13 +303,8 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             )
         info_wanted = load_kwargs.pop("output_loading_info", False)
         pair: Any = super().from_pretrained(None, *model_args, output_loading_info=True, **load_kwargs)
-        model, info = pair
-        if not os.path.isdir(adapter.name):
-            check_class(cls, model.config.architectures, adapter.name, MODELS)
-        check_complete(model, adapter.name, allowed)
-        _finish(model, adapter.name, load_kwargs)
-        model.config.name_or_path = model.name_or_path = adapter.name
-        return (model, info) if info_wanted else model
+        _finish_adapter(pair[0], adapter, load_kwargs, allowed)
+        return pair if info_wanted else pair[0]
 
     def add_model_tags(self, tags: list[str] | str) -> None:
         """`PreTrainedModel.add_model_tags`, which all trainers of TRL call before they train.
@@ -326,6 +331,15 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
+
+
+def _finish_adapter(model: Any, adapter: Any, load_kwargs: dict[str, Any], allowed: bool) -> None:
+    if not os.path.isdir(adapter.name):
+        check_class(type(model), model.config.architectures, adapter.name, MODELS)
+    check_complete(model, adapter.name, allowed)
+    _finish(model, adapter.name, load_kwargs)
+    model.config.name_or_path = model.name_or_path = adapter.name
+    model.base_model._folder = adapter.identity()
 
 
 def _finish(model: Any, what: Any, load_kwargs: dict[str, Any]) -> None:

@@ -42,8 +42,8 @@ class Insertion:
 class AddedTensors(Set):
     """Names of the tensors that were added to a text model, or to a part of it, for its `_keys_to_ignore_on_save`.
 
-    They are read when they are asked for: another set of blocks (`set_cross_attention`) has other names. `own` are the
-    names that the model leaves out in any case.
+    They are read when they are asked for: an adapter (PEFT) renames the weights of blocks. `own` are the names that the
+    model leaves out in any case.
     """
 
     def __init__(self, model: PreTrainedModel, own: Iterable[str]):

@@ -106,8 +106,8 @@ class XAttnSavingMixin(Model):
         for name in kwargs:  # transformers takes any name
             if meant := suggestion(name, ["with_code", "adapter_only"], cutoff=0.8):
                 raise TypeError(f"save_pretrained() got an unexpected keyword argument `{name}`.{meant}")
-        if self.base_model.active_cross_attention is None:
-            raise ValueError("No cross-attention is active: call `set_cross_attention` first.")
+        body: Any = self.base_model
+        body._check_inserted()
         if not self._saves_peft_adapter():
             refuse_own_parts(self)
         is_main_process = self.should_save_on_this_rank(is_main_process)

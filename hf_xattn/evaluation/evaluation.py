@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from ..checkpoints.own_parts import refuse_adapter_layers
 from ..data.pictures import digest_of
 from ..data.rows import IMAGE_SOURCES
 from ..modeling_xattn import XAttnForConditionalGeneration
@@ -113,8 +114,7 @@ def evaluate(
         said = _ask(asker, TEXT, alone, [[]] * len(alone))
         found.text = scores_of({MODEL: said})[MODEL]
         found.text_groups = {group: ways[MODEL] for group, ways in by_group({MODEL: said}).items()}
-        with _base_alone(model):
-            base = asker("the base", alone)
+        base = asker("the base", alone, base=True)
         found.as_base = Share(sum(one.said == other for one, other in zip(said, base)), len(alone))
     beside = ask_beside(asker, alone, about, base)
     found.beside, found.beside_missing = (None, beside) if isinstance(beside, str) else (beside, None)
@@ -162,27 +162,36 @@ class Asker:
         self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
         self.cut: Counter[str] = Counter()  # of each title
 
-    def __call__(self, title: str, questions: Sequence[Question]) -> list[str]:
-        return self.processor.batch_decode(self.tokens(title, questions), skip_special_tokens=True)
+    def __call__(self, title: str, questions: Sequence[Question], base: bool = False) -> list[str]:
+        return self.processor.batch_decode(self.tokens(title, questions, base), skip_special_tokens=True)
 
-    def tokens(self, title: str, questions: Sequence[Question]) -> list[list[int]]:
-        """The tokens of the answers: with the token that ends one, without the padding behind it. Nothing drops out."""
-        training = self.model.training
+    def tokens(self, title: str, questions: Sequence[Question], base: bool = False) -> list[list[int]]:
+        """The tokens of the answers: with the token that ends one, without the padding behind it. Nothing drops out.
+
+        `base`: the text model answers alone. Raises a `ValueError` for one with layers of an adapter (PEFT).
+        """
+        generate, training = self.model.generate, self.model.training
+        if base:
+            text_model = self.model.base_model.text_model
+            refuse_adapter_layers(text_model, "An evaluation cannot ask the base of", "Merge the adapter first.")
+            generate = functools.partial(text_model.generate, generation_config=self.model.generation_config)
         self.model.eval()
         try:
-            return self._tokens(title, questions)
+            return self._tokens(title, questions, generate)
         finally:
             self.model.train(training)
 
     @torch.no_grad()
-    def _tokens(self, title: str, questions: Sequence[Question]) -> list[list[int]]:
+    def _tokens(
+        self, title: str, questions: Sequence[Question], generate: Callable[..., torch.Tensor]
+    ) -> list[list[int]]:
         last = self.model.generation_config.eos_token_id
         ends = {last} if isinstance(last, int) else set(last or ())
         found: list[list[int]] = []
         for start in tqdm(range(0, len(questions), self.batch_size), title, leave=False):
             chats = [each.messages for each in questions[start : start + self.batch_size]]
             inputs = inputs_of(self.processor, chats).to(self.model.device)
-            rows = self.model.generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False, num_beams=1)
+            rows = generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False, num_beams=1)
             for row in rows[:, inputs["input_ids"].shape[1] :].tolist():
                 end = next((place for place, token in enumerate(row) if token in ends), None)
                 self.cut[title] += end is None and len(row) == self.max_new_tokens
@@ -201,16 +210,6 @@ def inputs_of(processor: Any, chats: Sequence[Messages]) -> Any:
         # Processors of transformers pad where their tokenizer does, which may be behind the question.
         processor_kwargs={"padding": True, "padding_side": "left"},
     )
-
-
-@contextmanager
-def _base_alone(model: XAttnForConditionalGeneration):
-    active = model.active_cross_attention
-    model.set_cross_attention(None)
-    try:
-        yield
-    finally:
-        model.set_cross_attention(active)
 
 
 def _ask(

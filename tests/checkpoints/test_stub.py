@@ -280,7 +280,7 @@ def test_the_code_is_complete(tmp_path):
 
 
 def test_what_needs_the_package_says_so(tmp_path):
-    """A model loaded by the code in a folder that saves a small checkpoint, loads one or a set of blocks."""
+    """A model loaded by the code in a folder that saves a small checkpoint, or loads one."""
     make_text().save_pretrained(tmp_path / "base")
     made = retrofit(tmp_path / "base", every=2)
     made.save_pretrained(tmp_path / "added", adapter_only=True)
@@ -296,7 +296,7 @@ def test_what_needs_the_package_says_so(tmp_path):
         model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
         for ask in (
             lambda: model.save_pretrained("small", adapter_only=True),
-            lambda: model.base_model.load_cross_attention(added, "second"),
+            lambda: type(model).from_pretrained(added, text_base=model.base_model.text_model),
             lambda: AutoModelForCausalLM.from_pretrained(added, trust_remote_code=True),
         ):
             try:

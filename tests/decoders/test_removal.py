@@ -100,27 +100,26 @@ def test_the_text_model_saves_what_it_saved(name, added, options, tmp_path):
     for part, saved in parts.items():
         saved.save_pretrained(tmp_path / part, **options)
     model = retrofit(text, AutoModel.from_config(vision_config()), cross_attention_layers=[1, 1, 4], **added)
-    for active in ("default", None):
-        model.set_cross_attention(active)
-        for part, saved in parts.items():
-            saved.save_pretrained(tmp_path / f"{part} {active}", **options)
-            before, after = files_in(tmp_path / part), files_in(tmp_path / f"{part} {active}")
-            if "max_shard_size" in options:  # transformers counts what the model holds, and nothing reads the number
-                for files in (before, after):
-                    files["model.safetensors.index.json"] = json.loads(files["model.safetensors.index.json"])
-                    del files["model.safetensors.index.json"]["metadata"]["total_parameters"]
-            assert before == after
-        assert set(dict(text.named_parameters())) <= set(text.state_dict())  # no hook hides a weight
+    for part, saved in parts.items():
+        saved.save_pretrained(tmp_path / f"{part} with blocks", **options)
+        before, after = files_in(tmp_path / part), files_in(tmp_path / f"{part} with blocks")
+        if "max_shard_size" in options:  # transformers counts what the model holds, and nothing reads the number
+            for files in (before, after):
+                files["model.safetensors.index.json"] = json.loads(files["model.safetensors.index.json"])
+                del files["model.safetensors.index.json"]["metadata"]["total_parameters"]
+        assert before == after
+    assert set(dict(text.named_parameters())) <= set(text.state_dict())  # no hook hides a weight
+    assert model.model.text_model is text
 
 
-def test_another_set_of_blocks_is_left_out_and_the_whole_model_is_saved_whole(tmp_path):
-    """Blocks that were loaded later in the folder of a text-only model; a model that is saved without its blocks."""
+def test_blocks_that_were_put_on_are_left_out_and_the_whole_model_is_saved_whole(tmp_path):
+    """Blocks of a folder in that of a text-only model; a model that is saved without its blocks."""
     text = text_of("llama", True, tmp_path)
     randomize(retrofit(tmp_path / "loaded", cross_attention_layers=[0, 2])).save_pretrained(
         tmp_path / "set", adapter_only=True
     )
-    model = randomize(retrofit(text, cross_attention_layers=[1, 3]))
-    model.load_cross_attention(tmp_path / "set", "other")
+    text = remove_blocks(retrofit(text, cross_attention_layers=[1, 3]))
+    model = XAttnForConditionalGeneration.from_pretrained(tmp_path / "set", text_base=text)
     text.save_pretrained(tmp_path / "alone")
     assert files_in(tmp_path / "alone") == files_in(tmp_path / "loaded")
     model.save_pretrained(tmp_path / "whole")
@@ -163,7 +162,6 @@ def test_a_model_without_its_blocks_says_so(again, tmp_path):
         "features": lambda: model.get_image_features(PIXELS),
         "save": lambda: model.save_pretrained(tmp_path / "model"),
         "save adapter": lambda: model.save_pretrained(tmp_path / "model", adapter_only=True),
-        "set": lambda: model.set_cross_attention(None),
         "blocks": lambda: model.blocks,
         "remove": lambda: remove_blocks(model),
     }

@@ -1,13 +1,13 @@
-"""The tables of small checkpoints and sets of blocks, for `test_public_surface.py`."""
+"""The tables of small checkpoints, for `test_public_surface.py`."""
 
 import functools
 import tempfile
 from pathlib import Path
 
-from surface import NOTHING, Fine, Surface, Wrong, needs, value
+from surface import Fine, Surface, Wrong, value
 from tiny_models import make_text
 
-from hf_xattn import GatedCrossAttentionBlock, XAttnForConditionalGeneration, XAttnModel, retrofit
+from hf_xattn import GatedCrossAttentionBlock, XAttnForConditionalGeneration, retrofit
 
 
 FOLDER = tempfile.TemporaryDirectory()  # removed when the tests end
@@ -41,10 +41,6 @@ def load_block(**given):
     GatedCrossAttentionBlock.from_pretrained(saved() / "block", **given)
 
 
-def load_set(**given):
-    fresh().load_cross_attention(**needs(given, folder=saved() / "added", name="second"))
-
-
 class Bases:
     """Two arguments of transformers' methods; the misspelt ones go where transformers takes any keyword."""
 
@@ -75,23 +71,5 @@ SURFACES = {
         load_block,
         {"allow_missing_weights": value(none=None, kind="yes", size=1)},
         fields={"allow_missing_weights"},
-    ),
-    "load_cross_attention": Surface(
-        XAttnModel.load_cross_attention,
-        load_set,
-        {
-            "folder": value(none=Wrong(None, "got NoneType"), kind=3, size=Wrong("/nowhere/at/all", "no such folder")),
-            "name": value(none=Wrong(None, "got NoneType"), kind=3, size=Wrong("", "to be new"), rank=NOTHING),
-        },
-    ),
-    "set_cross_attention": Surface(
-        XAttnModel.set_cross_attention,
-        lambda **given: fresh().set_cross_attention(**given),
-        {"name": value(none=Fine(None), kind=3, size="second")},
-    ),
-    "delete_cross_attention": Surface(
-        XAttnModel.delete_cross_attention,
-        lambda **given: fresh().delete_cross_attention(**given),
-        {"name": value(none=None, kind=3, size="second")},
     ),
 }

@@ -10,9 +10,17 @@ import torch
 from gradient_checks import assert_same_gradients, checkpoint_activations, gradients, without_dropout
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
-from transformers import AutoModel, AutoModelForImageTextToText
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from hf_xattn import added_modules, attention_maps, freeze, lora_targets, retrofit
+from hf_xattn import (
+    XAttnForConditionalGeneration,
+    added_modules,
+    attention_maps,
+    freeze,
+    lora_targets,
+    remove_blocks,
+    retrofit,
+)
 from hf_xattn.checkpoints.model_card import describe
 
 
@@ -180,8 +188,8 @@ def test_adapters_find_every_block(tmp_path):
 
 
 @torch.no_grad()
-def test_sets_of_blocks(tmp_path):
-    """A set of several blocks at a place that stays there, or is lost, when a set of one is active."""
+def test_several_blocks_of_a_folder(tmp_path):
+    """Several blocks at a place that stay there, or are lost, where another folder has one."""
     make_text().save_pretrained(tmp_path / "text")
     AutoModel.from_config(vision_config()).save_pretrained(tmp_path / "vision")
     logits = {}
@@ -189,11 +197,11 @@ def test_sets_of_blocks(tmp_path):
         model = retrofit(tmp_path / "text", tmp_path / "vision", cross_attention_layers=layers)
         randomize(model, seed).save_pretrained(tmp_path / name, adapter_only=True)
         logits[name] = model(**given()).logits
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "one")
-    model.load_cross_attention(tmp_path / "several", "several")
-    for name in ("several", "default", "several", "default"):
-        model.set_cross_attention(name)
-        assert torch.equal(model(**given()).logits, logits["one" if name == "default" else name])
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    for name in ("one", "several", "one", "several"):
+        model = XAttnForConditionalGeneration.from_pretrained(tmp_path / name, text_base=text)
+        assert torch.equal(model(**given()).logits, logits[name])
+        text = remove_blocks(model)
 
 
 @torch.no_grad()

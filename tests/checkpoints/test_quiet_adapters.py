@@ -1,4 +1,4 @@
-"""Sets of blocks and small checkpoints that answered otherwise than what was saved, without a word."""
+"""Small checkpoints that answered otherwise than what was saved, without a word."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_xattn import retrofit
+from hf_xattn import XAttnForConditionalGeneration, remove_blocks, retrofit
 from hf_xattn.importers import convert_checkpoint, export_checkpoint
 
 
@@ -30,6 +30,11 @@ def logits_of(model):
 
 def loaded(folder):
     return AutoModelForImageTextToText.from_pretrained(folder).eval()
+
+
+def put_onto(model, folder):
+    """The folder on the text model of a loaded model."""
+    return XAttnForConditionalGeneration.from_pretrained(folder, text_base=remove_blocks(model))
 
 
 def small(model, folder, seed=2):
@@ -47,7 +52,7 @@ def first(tmp_path):
 
 @pytest.mark.parametrize("change", ["fewer layers", "fewer layers, trained", "cut", "another norm"])
 def test_settings_of_a_tower(change, first, tmp_path):
-    """A tower with a layer more, or another epsilon, than the one that the set was trained with."""
+    """A tower with a layer more, or another epsilon, than the one that the blocks were trained with."""
     options = {"layer_norm_eps": 0.5} if change == "another norm" else {"num_hidden_layers": 1}
     tower = SiglipVisionModel.from_pretrained(tmp_path / "vision", **({} if change == "cut" else options))
     if change == "cut":
@@ -60,12 +65,11 @@ def test_settings_of_a_tower(change, first, tmp_path):
     expected = logits_of(model)
     assert torch.equal(logits_of(loaded(tmp_path / "second")), expected)
     mine = logits_of(first)
-    first.load_cross_attention(tmp_path / "second", "second")
-    assert torch.equal(logits_of(first), expected) and not torch.allclose(mine, expected)
-    first.save_pretrained(tmp_path / "again", adapter_only=True)
+    second = put_onto(first, tmp_path / "second")
+    assert torch.equal(logits_of(second), expected) and not torch.allclose(mine, expected)
+    second.save_pretrained(tmp_path / "again", adapter_only=True)
     assert torch.equal(logits_of(loaded(tmp_path / "again")), expected)
-    first.set_cross_attention("default")
-    assert torch.equal(logits_of(first), mine)
+    assert torch.equal(logits_of(put_onto(second, tmp_path / "first")), mine)
 
 
 @pytest.mark.parametrize(
@@ -78,36 +82,40 @@ def test_settings_of_a_text_model(options, first, tmp_path, caplog):
     transformers.logging.enable_propagation()
     text = AutoModelForCausalLM.from_pretrained(tmp_path / "text", **options)
     small(retrofit(text, tmp_path / "vision", layers=[1, 2]), tmp_path / "second")
-    first.load_cross_attention(tmp_path / "second", "second")
+    base = remove_blocks(first)
+    if "num_hidden_layers" in options:
+        with pytest.raises(ValueError, match="changes weights of its text model"):
+            XAttnForConditionalGeneration.from_pretrained(tmp_path / "second", text_base=base)
+    else:
+        remove_blocks(XAttnForConditionalGeneration.from_pretrained(tmp_path / "second", text_base=base))
     assert f"another `{next(iter(options))}` of the text model" in caplog.text
     caplog.clear()
-    first.load_cross_attention(tmp_path / "first", "third")
+    XAttnForConditionalGeneration.from_pretrained(tmp_path / "first", text_base=base)
     assert "of the text model" not in caplog.text
 
 
-def test_sets_of_a_connector_without_weights(tmp_path):
-    """A switch that ends half way, and a model that is saved with the settings of another set."""
+def test_a_connector_without_weights(tmp_path):
+    """A model with the settings of another folder."""
     make_base(tmp_path / "text"), make_vision(tmp_path / "vision")
     made = {}
     for seed, (name, layer) in enumerate((("a", None), ("b", -2))):
         options = {"connector_type": "identity", "vision_feature_layer": layer}
         made[name] = small(retrofit(tmp_path / "text", tmp_path / "vision", every=2, **options), tmp_path / name, seed)
     model = loaded(tmp_path / "a")
-    model.load_cross_attention(tmp_path / "b", "b")
-    assert torch.equal(logits_of(model), logits_of(made["b"]))
-    for name in (None, "default"):
-        model.set_cross_attention(name)
-    assert torch.equal(logits_of(model), logits_of(made["a"]))
+    for name in "ba":
+        model = put_onto(model, tmp_path / name)
+        assert torch.equal(logits_of(model), logits_of(made[name]))
 
 
-def test_a_set_with_another_head(first, tmp_path):
-    """Rows of a head that this model has not, as an AttributeError."""
-    for name, in_head in (("one", True), ("other", False)):
-        options = {"additional_vocab_size": 2, "additional_vocab_in_head": in_head}
-        small(retrofit(tmp_path / "text", tmp_path / "vision", every=2, **options), tmp_path / name)
-    model = loaded(tmp_path / "other")
-    with pytest.raises(ValueError, match="2 tokens behind its vocabulary .*=True.*this model 2 .*False"):
-        model.load_cross_attention(tmp_path / "one", "one")
+def test_another_head(first, tmp_path):
+    """Rows of a head that stay when another folder has none, or only rows of embeddings."""
+    options = {"one": (2, True), "other": (2, False), "none": (0, False)}
+    for name, (size, in_head) in options.items():
+        added = {"additional_vocab_size": size, "additional_vocab_in_head": in_head}
+        small(retrofit(tmp_path / "text", tmp_path / "vision", every=2, **added), tmp_path / name)
+    for name in (*options, "one"):
+        first = put_onto(first, tmp_path / name)
+        assert torch.equal(logits_of(first), logits_of(loaded(tmp_path / name))), name
 
 
 def test_generation_settings_of_the_text_model(tmp_path):
@@ -132,8 +140,7 @@ def test_towers_without_a_pooler(tmp_path, caplog):
     model = small(retrofit(tmp_path / "text", tmp_path / "vit", every=2), tmp_path / "small")
     again = loaded(tmp_path / "small")
     assert torch.equal(logits_of(again), logits_of(model))
-    again.load_cross_attention(tmp_path / "small", "second")
-    assert again.model.vision_tower is again.model._all_sets()["default"].vision_tower
+    assert torch.equal(logits_of(put_onto(again, tmp_path / "small")), logits_of(model))
     assert "has changed" not in caplog.text
 
 
