@@ -30,9 +30,10 @@ from .int8_cache import INT8, Int8States, States, concatenate, map_states
 from .xattn_cache import XAttnCache
 
 
-FORMAT = "hf_xattn image cache 3"
-FORMAT_INT8 = "hf_xattn image cache 4"  # keys and values in int8, with their scales
+FORMAT = "hf_xattn image cache 4"
+FORMATS = ("hf_xattn image cache 3", FORMAT)  # the first one held floats alone, and did not say so
 FLOATS = ("F64", "F32", "F16", "BF16")
+KEYS_VALUES = ("keys", "key_scales", "values", "value_scales")  # of a layer; the scales in int8 alone
 KINDS_OF_DIGESTS = ("pixel_values", "vision_features", "cross_attention_states")
 
 
@@ -138,7 +139,9 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
     return image_cache_of(combined, _empty_like(caches[0].self_attention_cache))
 
 
-def _check_whole(model: _Model) -> None:
+def _check_model(model: Any) -> None:
+    if not callable(getattr(model, "image_identity", None)):
+        raise TypeError(f"Expected `model` to be the model that encoded the images, got {type_name(model)}.")
     heads, held = model.config.cross_attention_config.num_key_value_heads, model.blocks[0].attn.num_key_value_heads
     if held != heads:
         raise ValueError(
@@ -170,39 +173,31 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
     cross, layout = _filled("cache", cache)
     check_path("path", path)
     _check_model(model)
-    _check_whole(model)
     identity = model.image_identity()
-    if cross.made_by is None:
-        raise ValueError(
-            "Expected `cache` to come from `encode_images`, got images that `forward` or `generate` has encoded: with "
-            "which weights is not known. Encode them with `encode_images`."
-        )
     if cross.made_by != identity:
         raise ValueError(
-            "Expected `cache` to be encoded by `model`, but another model or other weights encoded it. Encode the "
-            "images again."
+            "Expected `cache` to come from `encode_images` of `model`, but another model or other weights encoded it, "
+            "or `forward` or `generate`, which do not note the weights. Encode the images with `encode_images`."
         )
+    digests = layout.digests or ()
+    facts = {
+        "sizes": layout.sizes,
+        "cache_dtype": cross.cache_dtype,
+        "dtype": _name_of(cross.layers[0].dtype),
+        "digests": [{"of": part.of, "dtype": _name_of(part.dtype), "sizes": part.sizes} for part in digests] or None,
+    }
     tensors = {"images.token_mask": layout.token_mask, "images.image_mask": layout.image_mask}
-    facts: dict[str, Any] = {"sizes": layout.sizes, "digests": None}
-    if layout.digests is not None:
-        facts["digests"] = [
-            {"of": part.of, "dtype": _name_of(part.dtype), "sizes": part.sizes} for part in layout.digests
-        ]
-        for index, part in enumerate(layout.digests):
-            tensors[f"digests.{index}.values"], tensors[f"digests.{index}.real"] = part.values, part.real
+    for index, part in enumerate(digests):
+        tensors |= {f"digests.{index}.{name}": getattr(part, name) for name in ("values", "real")}
     for index, layer in enumerate(cross.layers):
-        for name in ("keys", "values", "key_scales", "value_scales"):
-            tensors[f"layers.{index}.{name}"] = getattr(layer, name)
-    if cross.cache_dtype is not None:
-        facts |= {"cache_dtype": cross.cache_dtype, "dtype": _name_of(cross.layers[0].dtype)}
+        tensors |= {f"layers.{index}.{name}": getattr(layer, name) for name in KEYS_VALUES}
     contiguous = {
         name: tensor.detach().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
         if tensor is not None
     }
     with whole_file(path) as file:
-        metadata = {"format": FORMAT if cross.cache_dtype is None else FORMAT_INT8, "identity": identity}
-        save_file(contiguous, str(file), {**metadata, "images": json.dumps(facts)})
+        save_file(contiguous, str(file), {"format": FORMAT, "identity": identity, "images": json.dumps(facts)})
 
 
 def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
@@ -218,108 +213,90 @@ def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
     """
     check_path("path", path)
     _check_model(model)
-    _check_whole(model)
     if not Path(path).is_file():
         raise FileNotFoundError(f"Expected `path` to be a file, got {path}, which does not exist.")
     try:
         headers = read_headers([Path(path)], {}, where=str(Path(path).parent))
-    except ValueError as error:
+        opened = safe_open(str(path), framework="pt")
+    except (ValueError, SafetensorError) as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") not in (FORMAT, FORMAT_INT8):
-                raise ValueError(
-                    f"{path} is not an image cache: its format is {metadata.get('format')!r}, not {FORMAT!r} or "
-                    f"{FORMAT_INT8!r}."
-                )
-            identity = model.image_identity()
-            if metadata.get("identity") != identity:
-                raise ValueError(
-                    f"{path} was written by another model, or by other weights of this one: its identity is "
-                    f"{str(metadata.get('identity'))[:12]}, this model's is {identity[:12]}. Encode the images again."
-                )
-            try:
-                cross = _cross_of_file(file, headers, metadata, model, identity)
-            except KeyError as error:
-                raise ValueError(f"{path} is damaged: it has no {error.args[0]}.") from error
-            except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-                raise ValueError(f"{path} is damaged: {error}.") from error
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+    with opened as file:
+        metadata, identity = file.metadata() or {}, model.image_identity()
+        if metadata.get("format") not in FORMATS:
+            raise ValueError(
+                f"{path} is not an image cache: its format is {metadata.get('format')!r}, not one of {FORMATS}."
+            )
+        if metadata.get("identity") != identity:
+            raise ValueError(
+                f"{path} was written by another model, or by other weights of this one: its identity is "
+                f"{str(metadata.get('identity'))[:12]}, this model's is {identity[:12]}. Encode the images again."
+            )
+        try:
+            cross = _cross_of_file(file, headers, json.loads(metadata["images"]), model, identity)
+        except KeyError as error:
+            raise ValueError(f"{path} is damaged: it has no {error.args[0]}.") from error
+        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, SafetensorError) as error:
+            raise ValueError(f"{path} is damaged: {error}.") from error
     return image_cache_of(cross, DynamicCache(config=model.config.get_text_config(decoder=True)))
 
 
 def _cross_of_file(
-    file: Any, headers: dict[str, Stored], metadata: dict[str, str], model: _Model, identity: str
+    file: Any, headers: dict[str, Stored], facts: dict[str, Any], model: _Model, identity: str
 ) -> CrossCache:
     """Checks and converts the content of a file. A tensor is read after its shape and its dtype have been checked."""
-    block = model.config.cross_attention_config
-    facts = json.loads(metadata["images"])
-    if not isinstance(facts, dict):
-        raise ValueError(f"expected an object of facts, got {short(facts)}")
-    sizes = _sizes("sizes", facts["sizes"])
-    count = sum(sizes)
-    known: set[str] = set()
+    block, sizes, unread = model.config.cross_attention_config, _sizes(facts["sizes"]), dict(headers)
+    dtype = None
+    if facts.get("cache_dtype") is not None:
+        if facts["cache_dtype"] != INT8:
+            raise ValueError(f'expected `cache_dtype` to be "{INT8}", got {short(facts["cache_dtype"])}')
+        dtype = _dtype_of(facts)
+    rows = (*headers["layers.0.keys"].shape, 0)[0]
 
-    def read(name: str, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> torch.Tensor:
-        stored = headers[name]
-        known.add(name)
-        fits = len(stored.shape) == len(shape) and all(want in (None, got) for want, got in zip(shape, stored.shape))
-        if not fits or stored.dtype not in dtypes or 0 in stored.shape:
-            raise ValueError(f"expected {name} of shape {shape}, got {stored.shape} of {stored.dtype}")
+    def read(name: str, *shape: int, codes: tuple[str, ...] = ("BOOL",)) -> torch.Tensor:
+        stored = unread.pop(name)
+        found = (*stored.shape, 0)[0]
+        of_text = name.startswith("images.") and rows and found % rows == 0  # masks may have the rows of a text
+        expected = (found if of_text else rows, *shape)
+        if tuple(stored.shape) != expected or 0 in expected or stored.dtype not in codes:
+            raise ValueError(f"expected {name} of shape {expected}, got {stored.shape} of {stored.dtype}")
         return file.get_tensor(name)
 
-    dtype = _dtype_of_int8(facts) if metadata["format"] == FORMAT_INT8 else None
-    rows: int | None = None
     keys_values: list[tuple[States, States]] = []
     for index, layer in enumerate(model.blocks):
-        device = device_of(layer.attn.k_proj)
+        device, codes = device_of(layer.attn.k_proj), FLOATS if dtype is None else ("I8",)
         pair: list[States] = []
-        for name in ("key", "value"):
-            shape = (rows, block.num_key_value_heads, count + block.quiet_softmax)
-            states = read(f"layers.{index}.{name}s", (*shape, block.head_dim), FLOATS if dtype is None else ("I8",))
-            rows = states.shape[0]
+        for name in (f"layers.{index}.key", f"layers.{index}.value"):
+            shape = (block.num_key_value_heads, sum(sizes) + block.quiet_softmax)
+            states = read(f"{name}s", *shape, block.head_dim, codes=codes).to(device)
+            codes = (headers[f"{name}s"].dtype,)  # values have the dtype of their keys
             if dtype is None:
-                pair.append(states.to(device))
+                pair.append(states)
             else:
-                scales = read(f"layers.{index}.{name}_scales", (rows, *shape[1:], 1), ("F32",))
-                pair.append(Int8States(states.to(device), scales.to(device), dtype))
-            if pair[-1].dtype != pair[0].dtype:
-                raise ValueError(f"expected layers.{index}.{name}s of its keys' dtype, got {pair[-1].dtype}")
+                scales = read(f"{name}_scales", *shape, 1, codes=("F32",)).to(device)
+                pair.append(Int8States(states, scales, dtype))
         keys_values.append((pair[0], pair[1]))
     device = keys_values[0][0].device
-    masks: dict[str, torch.Tensor] = {}
-    for name, width in (("images.token_mask", count), ("images.image_mask", len(sizes))):
-        if name in headers:
-            masks[name] = read(name, (None, width), ("BOOL",)).to(device)
-            if masks[name].shape[0] % keys_values[0][0].shape[0]:
-                raise ValueError(f"expected {name} to have a multiple of {rows} rows, got {masks[name].shape[0]}")
-    digests = None
-    if facts["digests"] is not None:
-        parts = []
-        for index, entry in enumerate(facts["digests"]):
-            of, dtype, widths = entry["of"], getattr(torch, entry["dtype"]), _sizes("digests", entry["sizes"])
-            if of not in KINDS_OF_DIGESTS or not isinstance(dtype, torch.dtype):
-                raise ValueError(f"expected digests of images and their dtype, got {short(entry)}")
-            values = read(f"digests.{index}.values", (rows, sum(widths)), ("I64",)).to(device)
-            real = None
-            if f"digests.{index}.real" in headers:
-                real = read(f"digests.{index}.real", (rows, sum(widths)), ("BOOL",)).to(device)
-            parts.append(Digests(of, dtype, values, real, widths))
-        digests = tuple(parts)
-    if others := sorted(headers.keys() - known):
-        raise ValueError(f"it holds {short(others[0])}, which an image cache of this model does not have")
+    masks = {
+        name: read(f"images.{name}", width).to(device)
+        for name, width in (("token_mask", sum(sizes)), ("image_mask", len(sizes)))
+        if f"images.{name}" in headers
+    }
+    digests = []
+    for index, part in enumerate(facts["digests"] or ()):
+        name, widths = f"digests.{index}", _sizes(part["sizes"])
+        if part["of"] not in KINDS_OF_DIGESTS:
+            raise ValueError(f"expected digests of images, got {short(part)}")
+        values = read(f"{name}.values", sum(widths), codes=("I64",)).to(device)
+        real = read(f"{name}.real", sum(widths)).to(device) if f"{name}.real" in headers else None
+        digests.append(Digests(part["of"], _dtype_of(part), values, real, widths))
+    if unread:
+        raise ValueError(f"it holds {short(min(unread))}, which an image cache of this model does not have")
     cross = CrossCache()
-    layout = ImageLayout.of(sizes, device, masks.get("images.token_mask"), masks.get("images.image_mask"), digests)
-    cross.fill(layout, keys_values, identity)
+    cross.fill(ImageLayout.of(sizes, device, **masks, digests=tuple(digests) or None), keys_values, identity)
     return cross
 
 
-def _dtype_of_int8(facts: dict[str, Any]) -> torch.dtype:
-    """The dtype that keys and values of an int8 file stand for."""
-    if facts["cache_dtype"] != INT8:
-        raise ValueError(f'expected `cache_dtype` to be "{INT8}", got {short(facts["cache_dtype"])}')
+def _dtype_of(facts: dict[str, Any]) -> torch.dtype:
     dtype = getattr(torch, facts["dtype"])
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"expected `dtype` to be a dtype of floats, got {short(facts['dtype'])}")
@@ -330,10 +307,10 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
+def _sizes(sizes: Any) -> tuple[int, ...]:
     """Numbers of tokens, one for each image."""
     if not isinstance(sizes, list) or not sizes or not all(type(size) is int and 0 < size < 2**31 for size in sizes):
-        raise ValueError(f"expected `{name}` to be the number of tokens of each image, got {short(sizes)}")
+        raise ValueError(f"expected `sizes` to be the number of tokens of each image, got {short(sizes)}")
     return tuple(sizes)
 
 
@@ -386,11 +363,6 @@ def _integers(name: str, values: Any) -> torch.Tensor:
     if not all(isinstance(value, SupportsIndex) and not isinstance(value, bool) for value in values):
         raise TypeError(f"Expected `{name}` to be a list of integers, got {list(values)!r}.")
     return torch.tensor([operator.index(value) for value in values], dtype=torch.long)
-
-
-def _check_model(model: Any) -> None:
-    if not callable(getattr(model, "image_identity", None)):
-        raise TypeError(f"Expected `model` to be the model that encoded the images, got {type_name(model)}.")
 
 
 def _padded(states: States, length: int) -> States:

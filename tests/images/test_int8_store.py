@@ -11,7 +11,7 @@ from marked_models import MARKER, fresh_cache, marked
 from safetensors import safe_open
 from tiny_models import make_model, pixels, token_ids
 
-from hf_xattn.cache.image_cache import FORMAT, load_image_cache, save_image_cache
+from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
 from hf_xattn.utils.transformers_api import CACHE
 
 
@@ -164,12 +164,31 @@ def test_damaged_files(tmp_path, change, facts, message):
     save_image_cache(model.encode_images(pixels(2), cache_dtype="int8"), file, model)
     with pytest.raises(ValueError, match=f"is damaged: .*{message}" if message != "damaged" else message):
         load_image_cache(damaged(file, change, facts_of(file, facts)), model)
+    with pytest.raises(ValueError, match="is damaged: .*layers.0.keys.* of I8"):
+        load_image_cache(damaged(file, lambda _: None, facts_of(file, {"cache_dtype": None})), model)
     plain = tmp_path / "plain"
     save_image_cache(model.encode_images(pixels(2)), plain, model)
-    with pytest.raises(ValueError, match="is damaged: .*layers.0.keys.* of I8"):
-        load_image_cache(damaged(file, lambda _: None, {"format": FORMAT}), model)
-    with pytest.raises(ValueError, match="is damaged"):
-        load_image_cache(damaged(plain, lambda _: None, {"format": "hf_xattn image cache 4"}), model)
+    told = {"images": facts_of(file, {})["images"]}
+    with pytest.raises(ValueError, match="is damaged: .*layers.0.keys.* of F32"):
+        load_image_cache(damaged(plain, lambda _: None, told), model)
+
+
+@torch.no_grad()
+def test_files_of_earlier_versions(tmp_path):
+    """Images in a file of the format 3 or 4 that no version reads any more, or that lose their masks."""
+    model, file = make_model(), tmp_path / "images"
+    given = {"pixel_values": pixels(2, 2), "image_mask": torch.tensor([[True, True], [True, False]])}
+    for number, dtype in ((3, None), (4, "int8")):
+        save_image_cache(model.encode_images(**given, cache_dtype=dtype), file, model)
+        with safe_open(file, framework="pt") as opened:
+            facts = json.loads(opened.metadata()["images"])
+        if dtype is None:  # it had neither
+            del facts["dtype"], facts["cache_dtype"]
+        told = {"format": f"hf_xattn image cache {number}", "images": json.dumps(facts)}
+        loaded, expected = load_image_cache(damaged(file, lambda _: None, told), model), load_image_cache(file, model)
+        assert loaded.cache_dtype == dtype
+        assert torch.equal(model(token_ids(), cache=loaded).logits, model(token_ids(), cache=expected).logits)
+        assert torch.equal(*(each.cross_attention_cache.layout.token_mask for each in (loaded, expected)))
 
 
 def facts_of(file, changes):
