@@ -20,7 +20,7 @@ CORE = (
     "configuration_xattn outputs_xattn cache layers images decoders call images_xattn generation_xattn modeling_xattn"
 ).split()
 BELOW = ["version", "utils"]
-PLACES = ["checkpoints.pretrained", "extras_xattn", "checkpoints.block_sets", "learning.frozen"]
+PLACES = ["checkpoints.pretrained", "extras_xattn"]
 
 
 @functools.cache
