@@ -93,7 +93,6 @@ def read_call(
         TypeError: if `cache` is not a cache of transformers.
         ValueError: if the cache cannot be used for this call.
     """
-    check_cache(given_cache)
     config, decoder = model.config, model._interface
     given = text["inputs_embeds"] if text.get("input_ids") is None else text["input_ids"]
     rows, length = given.shape[:2]
@@ -117,7 +116,7 @@ def read_call(
     if uncached is not None:
         _refuse_text(text_cache, uncached)
         text_cache = None
-    if text_cache is not None:
+    if given_cache is not None and text_cache is not None:
         decoder.check_continues(length, text_cache)
         check_covered(text.get("attention_mask"), length, text_cache)
     if decoder.keeps_state:
@@ -136,7 +135,7 @@ def read_call(
         cache,
         cache.cross_attention_cache if cache is not None else getattr(images, "cross", None),
         text_cache,
-        cache is None or cache.text_rows is None or cache.holds_no_text,
+        given_cache is None or cache is None or cache.text_rows is None or cache.holds_no_text,
         use_cache,
         bool(output_attentions),
         uncached,
@@ -166,6 +165,7 @@ def _find_cache(
         return cache
     if given is None:
         return XAttnCache(DynamicCache(config=config.get_text_config(decoder=True)), prepared)
+    check_cache(given)
     if isinstance(images, ImageInputs) and images.images is not None:
         raise ValueError(
             f"Expected `cache` to be a cache for text and images, got a {type(given).__name__}. Pass "
@@ -331,7 +331,8 @@ def commit(
             cache.progress = decision.progress
     if call.starts:
         cache.text_rows = call.rows
-    cache.count_text(call.length, call.device, call.positions)
+    if cache.is_stateful():
+        cache.count_text(call.length, call.device, call.positions)
 
 
 def _markers(config: XAttnConfig, call: Call, decided: bool) -> torch.Tensor:

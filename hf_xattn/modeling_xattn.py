@@ -7,6 +7,7 @@ its cache is the self-attention half of an `EncoderDecoderCache`.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -114,15 +115,16 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         check_text(text, given_cache is None, self.get_input_embeddings)
         call = read_call(self, text, images, given_cache, use_cache, output_attentions)
         cross = call.cross
-        read_anew = cross is not None and cross.layers and cross.read_by != self._folder
-        if images is not NO_IMAGES or call.starts or read_anew:
+        read_first = cross is not None and cross.layers and (call.starts or cross.read_by != self._folder)
+        if images is not NO_IMAGES or read_first:
             self._check_cache(call)
         found, decision, seen, context = find_images(self, call), None, None, None
         if found is not None:
             decision = decide(self.config, call, found)
             seen = see(self, call, found)
             context = make_context(self.config, call, found, decision, seen)
-        with whole_or_not_at_all(call.cache):
+        # A cache of the caller's is left as it was if the decoder fails.
+        with contextlib.nullcontext() if given_cache is None else whole_or_not_at_all(call.cache):
             outputs = self._interface.call(runner, call.text, context, call.text_cache, call.use_cache)
             weights = None if context is None else self._weights_of_blocks(context, call)
             if call.cache is not None and call.uncached is None:

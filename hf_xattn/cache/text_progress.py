@@ -115,10 +115,6 @@ class History(Unexported):
     masks: tuple[tuple[int, CallersMask], ...]  # in the order of the text, with the position of the first row
     length: int  # number of text tokens
 
-    @classmethod
-    def empty(cls) -> History:
-        return cls(None, (), 0)
-
     @property
     def is_lost(self) -> bool:
         """Whether an exported program has continued the text."""

@@ -78,7 +78,7 @@ class XAttnCache(EncoderDecoderCache):
         self._begin()
 
     def _begin(self) -> None:
-        self.progress = TextProgress(history=History.empty())
+        self.progress = TextProgress(history=History(None, (), 0))
         self._rows: Note[int | None] = Note(None)
         self._images_at: Note[tuple[int, int]] = Note((-1, 0))  # where the text of the last images begins and ends
         self._lost_marker = False  # whether text with an image marker was removed
@@ -212,13 +212,11 @@ class XAttnCache(EncoderDecoderCache):
         return super().get_seq_length(layer_idx)
 
     def count_text(self, text_len: int, device: torch.device, positions: torch.Tensor | None) -> None:
-        """Counts text tokens if the text half does not: in a tensor, as compiled code would guard on an integer.
+        """Counts text tokens where the text half does not: in a tensor, as compiled code would guard on an integer.
 
         Such decoders get no mask after the prompt, so its padding is remembered here, if blocks read the text's
         `positions`.
         """
-        if not self.is_stateful():
-            return
         if self.text_length is None:
             self.text_length = torch.zeros((), dtype=torch.long, device=device)
         self.text_length = self.text_length + text_len

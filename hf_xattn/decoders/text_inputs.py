@@ -19,7 +19,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import BlockMask
 
 from ..utils.tensor_checks import INTEGERS, check_floating, check_integers, check_tensor, has_values, is_fake
-from .vocabulary import vocabulary_size
 
 
 PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # methods of PEFT that learn keys and values of the text's cache
@@ -68,12 +67,13 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
 
 def check_ids(name: str, ids: Any) -> None:
     """Raises where token ids are not integers of shape `(batch, text_len)`, or there are none."""
+    if isinstance(ids, torch.Tensor) and ids.dtype in INTEGERS and ids.dim() == 2 and 0 not in ids.shape:
+        return
     check_tensor(name, ids)
     check_integers(name, ids)
     if ids.dim() != 2:
         raise ValueError(f"Expected `{name}` of shape (batch, text_len), got {tuple(ids.shape)}.")
-    if 0 in ids.shape:
-        raise ValueError(f"`{name}` holds no token: its shape is {tuple(ids.shape)}.")
+    raise ValueError(f"`{name}` holds no token: its shape is {tuple(ids.shape)}.")
 
 
 def check_in_vocabulary(name: str, ids: torch.Tensor, embedding: nn.Module, ignored: int | None = None) -> None:
@@ -88,9 +88,11 @@ def check_in_vocabulary(name: str, ids: torch.Tensor, embedding: nn.Module, igno
             "`additional_vocab_size`. Leave the embedding out of `target_modules` and `trainable_token_indices`. "
             "`modules_to_save` can train it as a whole."
         )
-    size = vocabulary_size(embedding)
-    if size is None or ids.device.type != "cpu" or is_fake(ids):
+    if not isinstance(embedding, nn.Embedding) or ids.device.type != "cpu" or is_fake(ids):
         return
+    size = embedding.num_embeddings
+    if (additional := getattr(embedding, "additional", None)) is not None:  # see `decoders/vocabulary.py`
+        size += additional.num_embeddings
     outside = (ids < 0) | (ids >= size)
     if ignored is not None:
         outside &= ids != ignored

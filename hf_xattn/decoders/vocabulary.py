@@ -84,14 +84,6 @@ def extended_head_class(head_class: type[nn.Linear]) -> type[nn.Linear]:
     return derive(head_class, PREFIX, {"forward": forward}, (extended_head_class, head_class))
 
 
-def vocabulary_size(embedding: nn.Module) -> int | None:
-    """Number of rows of an embedding, including `additional`; None for anything but an `nn.Embedding`."""
-    if not isinstance(embedding, nn.Embedding):
-        return None
-    additional = getattr(embedding, "additional", None)
-    return embedding.num_embeddings + (0 if additional is None else additional.num_embeddings)
-
-
 def vocabulary_options(language_model: PreTrainedModel) -> dict[str, Any]:
     """The fields of the configuration with which [`extend_vocabulary`] was called, as far as it has an effect."""
     embedding, head = language_model.get_input_embeddings(), language_model.get_output_embeddings()

@@ -86,8 +86,10 @@ class GatedCrossAttention(nn.Module):
         self.k_norm = norm_of_keys(config.head_dim, config.qk_norm_eps) if config.qk_norm else None
         norm = NORMS[config.norm_type]
         self.context_norm = norm(config.context_size, config.norm_eps) if config.context_norm else None
-        for name, part in SCORE_PARTS.items():
-            self.add_module(name, part.make(config))
+        made = {name: part.make(config) for name, part in SCORE_PARTS.items()}
+        for name, module in made.items():
+            self.add_module(name, module)
+        self.adds_to_scores = any(module is not None for module in made.values())
 
     def forward(
         self,
@@ -205,8 +207,10 @@ class GatedCrossAttention(nn.Module):
         group = num_heads // kv_heads
         query = fold_queries(query if slots is None else query[slots], rows, kv_heads)
         mask = None if context.mask is None else self._mask_of_rank(context.mask, repeats * text_len)
-        position_bias = added_to_scores(self, context.positions, (text_rows, text_len, num_tokens), key.device)
-        if position_bias is not None:
+        position_bias = None
+        if self.adds_to_scores:
+            shape = text_rows, text_len, num_tokens
+            position_bias = added_to_scores(self, context.positions, shape, key.device)
             position_bias = fold_queries(position_bias if slots is None else position_bias[slots], rows, kv_heads)
             position_bias = nn.functional.pad(position_bias, (key.shape[2] - num_tokens, 0)).to(query.dtype)
         options: dict[str, Any] = {"group": group, "dropout": dropout, "output_attentions": output_attentions}

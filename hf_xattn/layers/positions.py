@@ -75,11 +75,9 @@ def places_in_images(sizes: tuple[int, ...], device: torch.device) -> torch.Tens
 
 def added_to_scores(
     attention: Any, positions: Positions | None, shape: tuple[int, int, int], device: torch.device
-) -> torch.Tensor | None:
-    """What position parts add to the scores, `(B, T, heads, N)`; None if there are none. `shape`: `(B, T, N)`."""
+) -> torch.Tensor:
+    """What position parts, of which there are some, add to the scores, `(B, T, heads, N)`. `shape`: `(B, T, N)`."""
     parts = [(getattr(attention, name), part) for name, part in SCORE_PARTS.items()]
-    if all(module is None for module, _ in parts):
-        return None
     query, key = positions or (None, None)
     query = torch.arange(shape[1], device=device)[None] if query is None else query
     key = torch.arange(shape[2], device=device)[None] if key is None else rows_to(key, shape[0])

@@ -109,7 +109,7 @@ class Text:
 
     def __init__(self, layout, history=False):
         self.layout = layout
-        self.progress = TextProgress(history=History.empty()) if history else TextProgress()
+        self.progress = TextProgress(history=History(None, (), 0)) if history else TextProgress()
 
     def sees(self, mode, markers, mask=None):
         shape = (markers if markers is not None else mask).shape
