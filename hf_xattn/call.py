@@ -1,12 +1,12 @@
 """The steps of one forward, in their order. Each takes what the one before has found.
 
-    read_call       who calls: text, images, cache
-    find_images     the images of the call, of which new ones pass tower and connector; None: the decoder runs as it is
-    decide          which image tokens each text token sees
-    see             keys and values of all images: every block projects the new ones, once
-    make_context    what the blocks get
+    read_call           who calls: text, images, cache
+    find_images         the images of the call: new ones pass tower and connector. None: the decoder runs as it is
+    decide              which image tokens each text token sees
+    find_keys_values    those of all images, for every block: each block projects the new ones, once
+    make_context        what the blocks get
     (the decoder runs, with the context as a keyword argument; the blocks only read)
-    commit          the images, and what the text has seen of them, go into the cache
+    commit              the images, and what the text has seen of them, go into the cache
 
 A step that fails leaves the cache as it was: only `commit` writes.
 """
@@ -24,7 +24,7 @@ from .cache.cross_cache import CrossCache
 from .cache.image_layout import rows_to
 from .cache.int8_cache import check_no_gradient, check_not_training
 from .cache.text_progress import TextProgress
-from .cache.visibility import Samples, look
+from .cache.visibility import Samples, decide_visibility
 from .cache.xattn_cache import XAttnCache
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import holds_text
@@ -43,8 +43,6 @@ from .utils.tensor_checks import is_fake, type_name
 logger = logging.get_logger(__name__)
 
 OF_TRANSFORMERS = "a cache of transformers, such as `EncoderDecoderCache(DynamicCache(), DynamicCache())`"
-# A value of `output_attentions` for the weights of blocks alone: those of a long text to itself take a lot of memory.
-OF_BLOCKS = "blocks"
 
 
 @dataclass
@@ -83,7 +81,8 @@ def read_call(
     images: ImageInputs | PreparedImages,
     given_cache: Cache | None,
     use_cache: bool | None,
-    output_attentions: bool | str | None,
+    output_attentions: bool | None,
+    output_cross_attentions: bool | None,
 ) -> Call:
     """Finds the cache of a call. The text is checked before. Arguments that are None follow the configuration.
 
@@ -121,28 +120,29 @@ def read_call(
         check_covered(text.get("attention_mask"), length, text_cache)
     if decoder.keeps_state:
         decoder.check_padding(text.get("attention_mask"), length, text_cache, by_one=length == 1)
-    if output_attentions is not None or config.output_attentions:
-        output_attentions = config.output_attentions if output_attentions is None else output_attentions
-        text["output_attentions"] = bool(output_attentions) and output_attentions != OF_BLOCKS
+    if output_attentions is None and config.output_attentions:
+        output_attentions = True
+    if output_attentions is not None:
+        text["output_attentions"] = bool(output_attentions)
     if config.output_hidden_states and text.get("output_hidden_states") is None:
         text["output_hidden_states"] = True
     return Call(
-        text,
-        rows,
-        length,
-        given.device,
-        images,
-        cache,
-        cache.cross_attention_cache if cache is not None else getattr(images, "cross", None),
-        text_cache,
-        given_cache is None or cache is None or cache.text_rows is None or cache.holds_no_text,
-        use_cache,
-        bool(output_attentions),
-        uncached,
-        continues,
-        model.training and torch.is_grad_enabled(),
-        samples,
-        text_positions(text, cache, given) if config.cross_attention_config.counts_text else None,
+        text=text,
+        rows=rows,
+        length=length,
+        device=given.device,
+        images=images,
+        cache=cache,
+        cross=cache.cross_attention_cache if cache is not None else getattr(images, "cross", None),
+        text_cache=text_cache,
+        starts=given_cache is None or cache is None or cache.text_rows is None or cache.holds_no_text,
+        use_cache=use_cache,
+        output_attentions=bool(output_attentions if output_cross_attentions is None else output_cross_attentions),
+        uncached=uncached,
+        continues=continues,
+        trains=model.training and torch.is_grad_enabled(),
+        samples=samples,
+        positions=text_positions(text, cache, given) if config.cross_attention_config.counts_text else None,
     )
 
 
@@ -261,11 +261,12 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
         if mask is None:
             _check_markers_of_images(config, call, markers, rows)
     of_text = layout if rows is None else rows.layout_of_text(layout)
-    sees, after = look(config.image_visibility, of_text, progress, markers, mask, call.rows, call.length, samples)
+    shape = call.rows, call.length
+    sees, after = decide_visibility(config.image_visibility, of_text, progress, markers, mask, *shape, samples)
     return Decision(sees, after, False)
 
 
-def see(model: Any, call: Call, images: ImagesOfCall) -> CrossCache:
+def find_keys_values(model: Any, call: Call, images: ImagesOfCall) -> CrossCache:
     """The keys and values of all images. Every block projects the new ones, once. The cache is not changed."""
     if images.ready is not None:
         return images.ready

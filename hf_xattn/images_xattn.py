@@ -42,7 +42,7 @@ class XAttnImagesMixin:
     vision_tower: PreTrainedModel | None
     connector: XAttnConnector | None
     _interface: DecoderInterface
-    _inserted: str = ""  # mark of the insertion of this model's blocks into its text model
+    _inserted: str = ""  # name of the insertion of this model's blocks into its text model
     _folder: str = ""  # identity of the folder of `adapter_only=True` that this model was loaded from
 
     @property
@@ -343,7 +343,7 @@ class XAttnImagesMixin:
 
     def _check_inserted(self) -> None:
         insertion: Any = getattr(self.text_model, "_insertion", None)
-        if insertion is None or insertion.mark != self._inserted:
+        if insertion is None or insertion.name != self._inserted:
             raise ValueError(
                 "`remove_blocks` took the blocks of this model out. Use its text model, or call `retrofit` with that."
             )

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import (
 )
 
 from .cache.xattn_cache import whole_or_not_at_all
-from .call import Call, commit, decide, find_images, make_context, read_call, see
+from .call import Call, commit, decide, find_images, find_keys_values, make_context, read_call
 from .checkpoints.pretrained import XAttnPreTrainedModel
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface, find_decoder, headless
@@ -109,11 +109,12 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         given_cache: Cache | None,
         use_cache: bool | None,
         output_attentions: bool | None,
+        output_cross_attentions: bool | None,
     ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
         """Runs the decoder, with or without its head (`runner`), with the images as one keyword argument."""
         self._check_inserted()
         check_text(text, given_cache is None, self.get_input_embeddings)
-        call = read_call(self, text, images, given_cache, use_cache, output_attentions)
+        call = read_call(self, text, images, given_cache, use_cache, output_attentions, output_cross_attentions)
         cross = call.cross
         read_first = cross is not None and cross.layers and (call.starts or cross.read_by != self._folder)
         if images is not NO_IMAGES or read_first:
@@ -121,7 +122,7 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         found, decision, seen, context = find_images(self, call), None, None, None
         if found is not None:
             decision = decide(self.config, call, found)
-            seen = see(self, call, found)
+            seen = find_keys_values(self, call, found)
             context = make_context(self.config, call, found, decision, seen)
         # A cache of the caller's is left as it was if the decoder fails.
         with contextlib.nullcontext() if given_cache is None else whole_or_not_at_all(call.cache):
@@ -183,6 +184,7 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         image_inputs: PreparedImages | None = None,
         image_rows: torch.LongTensor | None = None,
         vision_features: torch.Tensor | None = None,
+        output_cross_attentions: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions | tuple:
         """
@@ -221,6 +223,9 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
             output_attentions (`bool`, *optional*): return `cross_attentions`, the weights `(batch,
                 num_attention_heads, text_len, num_image_tokens)` of each block, and `attentions`, those of the
                 decoder's layers if its attention implementation returns them. None: as in `config.output_attentions`.
+            output_cross_attentions (`bool`, *optional*): whether to return `cross_attentions`, whatever
+                `output_attentions` says: the decoder's own weights over a long text take a lot of memory. None: as
+                `output_attentions`.
             return_dict (`bool`, *optional*): False = return a tuple. None: as in `config.return_dict`.
             image_inputs (`PreparedImages`, *optional*): images that `generate` has encoded, in place of all image
                 arguments.
@@ -264,6 +269,7 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
             cache,
             use_cache,
             output_attentions,
+            output_cross_attentions,
         )
         fields = {
             "last_hidden_state": outputs.last_hidden_state,
@@ -372,6 +378,7 @@ class XAttnForConditionalGeneration(
         image_inputs: PreparedImages | None = None,
         image_rows: torch.LongTensor | None = None,
         vision_features: torch.Tensor | None = None,
+        output_cross_attentions: bool | None = None,
         **kwargs,
     ) -> CausalLMOutputWithCrossAttentions | tuple:
         """
@@ -431,6 +438,7 @@ class XAttnForConditionalGeneration(
             cache,
             use_cache,
             output_attentions,
+            output_cross_attentions,
         )
         loss = outputs.get("loss")
         if targets is not None and own_loss:

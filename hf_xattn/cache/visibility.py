@@ -14,8 +14,8 @@ otherwise. The decision needs padding (`cache/image_layout.py`), the image marke
 For the text and the images that a caller's mask covers, only the mask decides. Text after the mask sees what its last
 row allows, until the next image marker.
 
-Letters: B text rows, T text tokens, N image tokens. [`look`] changes nothing. It returns what the text sees and the
-new progress, which the cache stores when the forward has succeeded.
+Letters: B text rows, T text tokens, N image tokens. [`decide_visibility`] changes nothing. It returns what the text
+sees and the new progress, which the cache stores when the forward has succeeded.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Samples(Protocol):
         """
 
 
-class View(NamedTuple):
+class Visibility(NamedTuple):
     """What the text of a call sees, and the progress after the call."""
 
     sees: torch.Tensor | None  # `(rows, T or 1, N)`, where `rows` divides B; None if the text sees everything
     progress: TextProgress
 
 
-def look(
+def decide_visibility(
     rule: str,
     layout: ImageLayout,
     progress: TextProgress,
@@ -61,7 +61,7 @@ def look(
     batch_size: int,
     text_len: int,
     samples: Samples | None = None,
-) -> View:
+) -> Visibility:
     """Decides which image tokens each text token of a call may attend to.
 
     Args:
@@ -85,7 +85,7 @@ def look(
         covered, coming = mask.split(text_len)
     sees, held = _by_mask(sees, layout, progress, counted, covered, batch_size, text_len)
     after = progress.after(counts, counted, covered, coming, held, text_len)
-    return View(_without_padding(sees, layout), after)
+    return Visibility(_without_padding(sees, layout), after)
 
 
 def _by_markers(

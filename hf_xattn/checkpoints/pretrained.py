@@ -107,7 +107,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                 extend_vocabulary(text_model, config.additional_vocab_size, in_head, scaled)
             yield
             leave_out_added(text_model)  # after `post_init`, which would take over what the text model leaves out
-            self._inserted = insertion.mark
+            self._inserted = insertion.name
 
     def post_init(self) -> None:
         """`PreTrainedModel.post_init`, and a list of what stays in float32 that names what the blocks have."""

@@ -33,7 +33,8 @@ class Insertion:
     """What a retrofit has changed in a text model, beside classes and children."""
 
     was_given: bool  # whether the text model existed before; otherwise the model around it has built it
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex)  # that of the model around the text model
+    # A name of this insertion, which the model around the text model knows, too.
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
     before: Attributes = field(default_factory=dict)  # attributes that have changed
     after: Attributes = field(default_factory=dict)
     not_initialized: list[str] = field(default_factory=list)  # names of parts without the attribute `INITIALIZED`

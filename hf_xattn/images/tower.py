@@ -165,8 +165,7 @@ def states_for_all_weights(tower: nn.Module, output: BaseModelOutput) -> torch.T
     assert states is not None
     if not (tower.training and torch.is_grad_enabled()):
         return states
-    unused = [output.get("pooler_output"), *_mask_tokens(tower)]
-    for each in unused:
+    for each in (output.get("pooler_output"), *_mask_tokens(tower)):
         if each is not None and each.requires_grad:
             # Of no element: a zero also where a value is infinite.
             states = states + each.flatten()[:0].sum().to(states.dtype)

@@ -52,15 +52,15 @@ class XAttnStandInMixin:
                 logger.warning_once(NOTHING_LEARNS)
             nobodys = stand_in_images(self.image_encoder, call.rows)
             return ImagesOfCall(nobodys, nobodys.layout, None, unseen=True)
-        run_beside(self, call.starts)
+        encode_stand_in(self, call.starts)
         if not (is_distributed() and blocks_are_units(self.text_model)):
             return None
         cross = blank_images(self, call.rows, call.device)
         return ImagesOfCall(None, cross.layout, None, unseen=True, ready=cross)
 
     def zero_of_others(self: Any, starts: bool, projects: bool = False) -> torch.Tensor | None:
-        """See [`run_beside`]."""
-        return run_beside(self, starts, projects)
+        """See [`encode_stand_in`]."""
+        return encode_stand_in(self, starts, projects)
 
 
 def _embeddings_learn(call: Any) -> bool:
@@ -106,7 +106,7 @@ def blocks_are_units(text_model: nn.Module) -> bool:
     return False
 
 
-def run_beside(model: Any, starts: bool, projects: bool = False) -> torch.Tensor | None:
+def encode_stand_in(model: Any, starts: bool, projects: bool = False) -> torch.Tensor | None:
     """Encodes a stand-in image if a call's own images do not pass all parts, and other processes may wait for these.
 
     Without gradients, only a call that starts a text (`starts`) does so, on every rank.

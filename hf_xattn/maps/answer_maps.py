@@ -9,7 +9,6 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..cache.xattn_cache import XAttnCache
-from ..call import OF_BLOCKS
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..training.freezing import body_of
 from .attention_maps import OF_IMAGES, AttentionMaps, described, inner_model
@@ -49,7 +48,7 @@ def answer_maps(
     tokens = torch.cat([ids[:, -1:], answer.to(ids.device)[None]], dim=1)
     pieces: list[list[torch.Tensor]] = []
     for piece in tokens.split(1 if body_of(inner)._interface.forgets else PIECE, dim=1):
-        outputs = model(piece, **of_images, **options, output_attentions=OF_BLOCKS)
+        outputs = model(piece, **of_images, **options, output_attentions=False, output_cross_attentions=True)
         pieces.append([weights.float().mean(dim=1, keepdim=True).cpu() for weights in outputs.cross_attentions])
         of_images = {}
     weights = [torch.cat(of_block, dim=2) for of_block in zip(*pieces)]

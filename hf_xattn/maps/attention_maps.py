@@ -16,7 +16,6 @@ from transformers.cache_utils import DynamicCache
 
 from ..cache.image_cache import ImageCache
 from ..cache.xattn_cache import XAttnCache
-from ..call import OF_BLOCKS
 from ..configuration_xattn import XAttnConfig
 from ..images.tower import image_size_of, only_image_size
 from ..images.vision import is_tiled
@@ -280,7 +279,9 @@ def attention_maps(
         given["use_cache"] = False
     if isinstance(inner, XAttnForConditionalGeneration):
         given["logits_to_keep"] = 1
-    weights = list(outer(**given, output_attentions=OF_BLOCKS, return_dict=True).cross_attentions or ())
+    weights = list(
+        outer(**given, output_attentions=False, output_cross_attentions=True, return_dict=True).cross_attentions or ()
+    )
     if not weights:
         raise ValueError(f"`attention_maps` needs images, got `inputs` with {sorted(inputs)} only.")
     if text_mask is None:

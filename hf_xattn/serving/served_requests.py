@@ -33,7 +33,8 @@ MESSAGE_FIELDS = frozenset(
 ) | {"reasoning", "reasoning_content"}
 ITEM_FIELDS = {"type", "id", "status"}  # of a message that is an item of the Responses API
 UNREAD = ("function_call", "audio", "refusal")  # what an earlier answer may have, and no template writes
-OF_NOTHING = ("transformers_version", "_from_model_config")  # in the JSON of a `GenerationConfig`, without an effect
+# Fields in the JSON of a `GenerationConfig` that change nothing.
+WITHOUT_EFFECT = ("transformers_version", "_from_model_config")
 # Fields that say how tokens are drawn.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 # Fields of a `GenerationConfig` that transformers' server sets from the checked fields of a request.
@@ -353,7 +354,7 @@ def _given_config(text: Any, limits: AnswerLimits, own: GenerationConfig) -> dic
     asked = {
         name: value
         for name, value in given.items()
-        if value is not None and name not in OF_NOTHING and not (name in theirs and theirs[name] == value)
+        if value is not None and name not in WITHOUT_EFFECT and not (name in theirs and theirs[name] == value)
     }
     known = _config_fields(limits)
     if unknown := sorted(asked.keys() - known.keys()):

@@ -104,8 +104,10 @@ def test_options_of_the_blocks(order, fields, implementation):
     assert model.blocks[0].attn.config._attn_implementation == implementation
     shared, every = images_of(ORDERS[order], "images")
     text = text_of(len(ORDERS[order]))
-    expected = outputs_and_gradients(model, **text, **every, use_cache=False, output_attentions="blocks")
-    found = outputs_and_gradients(model, **text, **shared, output_attentions="blocks")
+    expected = outputs_and_gradients(
+        model, **text, **every, use_cache=False, output_attentions=False, output_cross_attentions=True
+    )
+    found = outputs_and_gradients(model, **text, **shared, output_attentions=False, output_cross_attentions=True)
     assert_same_outputs(found, expected)
     for weights, wanted in zip(found[0].cross_attentions, expected[0].cross_attentions, strict=True):
         torch.testing.assert_close(weights, wanted, atol=1e-10, rtol=1e-8)

@@ -9,7 +9,7 @@ from transformers.models.mllama.processing_mllama import (
 
 from hf_xattn.cache.image_layout import ImageLayout
 from hf_xattn.cache.text_progress import CallersMask, History, TextProgress
-from hf_xattn.cache.visibility import image_order, look, visible_images
+from hf_xattn.cache.visibility import decide_visibility, image_order, visible_images
 from hf_xattn.layers.context import check_cross_attention_mask
 from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
 
@@ -114,7 +114,7 @@ class Text:
     def sees(self, mode, markers, mask=None):
         shape = (markers if markers is not None else mask).shape
         mask = None if mask is None else CallersMask(mask)
-        view = look(mode, self.layout, self.progress, markers, mask, *shape[:2])
+        view = decide_visibility(mode, self.layout, self.progress, markers, mask, *shape[:2])
         self.progress = view.progress
         return view.sees
 
@@ -174,7 +174,7 @@ def test_asking_changes_nothing():
     text.sees("latest", booleans([[1, 0]]))
     before = text.progress
     for _ in range(2):
-        view = look("latest", text.layout, before, booleans([[1]]), None, 1, 1)
+        view = decide_visibility("latest", text.layout, before, booleans([[1]]), None, 1, 1)
         assert view.sees.int().tolist() == [[[0, 0, 1, 1]]]
     assert text.progress is before and before.counts.state.tolist() == [[1, 0, 0]]
 

@@ -162,6 +162,7 @@ TEXT = {
     ),
     "use_cache": switch(),
     "output_attentions": switch(),
+    "output_cross_attentions": switch(),
     "return_dict": switch(),
     "image_inputs": value(none=Fine(None), kind={"pixel_values": PIXELS}),
 }
@@ -341,6 +342,7 @@ SURFACES = {
             "pixel_values": {**image_rows()["pixel_values"], "none": Wrong(None, "needs")},
             "output_hidden_states": switch(),
             "output_attentions": switch(),
+            "output_cross_attentions": switch(),
             "return_dict": switch(),
         },
     ),

@@ -94,7 +94,7 @@ def test_no_other_field_of_a_generation_config(served):
     server.
     """
     known = served_requests._config_fields(AnswerLimits())
-    others = sorted(set(GenerationConfig().to_dict()) - set(known) - set(served_requests.OF_NOTHING))
+    others = sorted(set(GenerationConfig().to_dict()) - set(known) - set(served_requests.WITHOUT_EFFECT))
     assert len(others) > 30 and {"cache_implementation", "num_return_sequences", "max_length"} <= set(others)
     for field in (*others, "a_field_of_a_later_release", "tokenizer", "assistant_model", "streamer"):
         check_refused(post(served, CHAT, body_of(CHAT, **config(**{field: 7}))), f"got '{field}'", "num_beams")
