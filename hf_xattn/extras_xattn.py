@@ -21,13 +21,13 @@ from .checkpoints.model_identity import XAttnIdentityMixin
 from .learning.activation_wrappers import XAttnRecomputingMixin
 from .learning.stand_in import XAttnStandInMixin
 from .packing.packed_rows import XAttnPackingMixin
-from .parts import grid_code, perceiver, position_bias
+from .parts import grid_code, perceiver, position_bias, tiles
 from .parts.image_positions import XAttnNumberingMixin
 from .storage.model_store import XAttnStoreDelegationMixin, XAttnStoreMixin
 
 
 # These register themselves, by the names that a configuration has for them.
-REGISTERED = (grid_code, perceiver, position_bias)
+REGISTERED = (grid_code, perceiver, position_bias, tiles)
 
 
 class XAttnExtrasMixin(

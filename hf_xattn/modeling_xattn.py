@@ -33,7 +33,7 @@ from .images.connector import XAttnConnector, new_connector
 from .images.conversation import PreparedImages, given_images
 from .images.image_inputs import NO_IMAGES, ImageInputs, refuse_lost_mask
 from .images.tower import check_tower_class
-from .images.vision import build_tower, is_tiled
+from .images.vision import build_tower
 from .images_xattn import XAttnDelegationMixin, XAttnImagesMixin
 from .layers.context import CrossAttentionContext
 from .layers.image_rows import refuse_data_parallel
@@ -64,7 +64,7 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         was_given = text_model is not None
         if text_model is None:
             text_model = build_part(AutoModelForCausalLM, config.text_config)
-        if vision_tower is not None and not is_tiled(vision_tower.config):
+        if vision_tower is not None:
             check_tower_class("vision_tower", type(vision_tower))
         check_insertable(text_model)
         self._interface = DecoderInterface.of(text_model)

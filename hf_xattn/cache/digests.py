@@ -92,14 +92,14 @@ def digests_of(
     images: torch.Tensor,
     compute_dtype: torch.dtype,
     image_mask: torch.Tensor | None,
-    aspect_ratio_ids: torch.Tensor | None = None,
+    kinds: torch.Tensor | None = None,
 ) -> Digests:
     """Digests of pixels `(R, num_images, ...)` or features `(R, num_images, tokens, context_size)`.
 
     Args:
         compute_dtype (`torch.dtype`): the model's. Images that are equal in this dtype are equal.
         image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding.
-        aspect_ratio_ids (`torch.LongTensor`, *optional*): `(R, num_images)`. Images with other ids differ.
+        kinds (`torch.LongTensor`, *optional*): `(R, num_images)`. Images of other kinds differ.
     """
     dtype = images.dtype if images.dtype.itemsize < compute_dtype.itemsize else compute_dtype
     images = images.to(compute_dtype)
@@ -109,6 +109,6 @@ def digests_of(
         images = images.flatten(1, 2)
         image_mask = None if image_mask is None else image_mask.repeat_interleave(per_image, dim=1)
     values = digest(images)
-    if aspect_ratio_ids is not None:
-        values = values + aspect_ratio_ids.to(values) * 6364136223846793005
+    if kinds is not None:
+        values = values + kinds.to(values) * 6364136223846793005
     return Digests(name, dtype, values, image_mask, (per_image,) * num_images)

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..decoders.insertion import check_kind
 from ..images.tower import check_comes_back, check_tower_class, check_tower_config
-from ..utils.architectures import TILED_VISION_TYPES, architecture
+from ..utils.architectures import architecture
 from ..utils.checkpoint_files import both_readings, check_source, refuse_pickled
 from ..utils.config_checks import is_quantized
 from ..utils.first_values import incomplete
@@ -209,8 +209,7 @@ def vision_config_of(
                 f"Expected `vision` to be a vision model, got a {type(vision).__name__}, which is more than a vision "
                 "model. Pass its vision part, or its folder."
             )
-        if config.model_type not in TILED_VISION_TYPES:
-            check_tower_class("vision", type(vision))
+        check_tower_class("vision", type(vision))
         check_comes_back("vision", vision)
         return config
     if not isinstance(vision, (str, Path)):

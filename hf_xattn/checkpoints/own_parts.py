@@ -23,8 +23,8 @@ from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
 from ..decoders.vocabulary import vocabulary_options
 from ..images.connector import XAttnConnector
-from ..images.vision import is_tiled
 from ..layers.block import GatedCrossAttentionBlock
+from ..utils.architectures import TILED_VISION_TYPES
 from ..utils.distributed import is_sharded_by_transformers
 from ..utils.first_values import ValuesComeLater
 from ..utils.stub import PACKAGE
@@ -103,7 +103,7 @@ def _wrong_parts(model: Any) -> Iterator[str]:
     if body is not model and not _is_ours(_class_of(body)):
         yield _words("model", _class_of(body), "XAttnModel")
     tower: Any = MODEL_MAPPING
-    if config.vision_config is not None and is_tiled(config.vision_config):
+    if config.vision_config is not None and config.vision_config.model_type in TILED_VISION_TYPES:
         from transformers import MllamaVisionModel
 
         tower = {type(config.vision_config): MllamaVisionModel}  # not registered with AutoModel

@@ -21,8 +21,8 @@ from ..utils.distributed import check_callable, has_units, is_distributed
 from .connector import XAttnConnector, check_square
 from .image_inputs import ImageAxis, ImageInputs
 from .known_images import NewOnes, check_known_mask, find_new
-from .tower import check_not_trained, states_for_all_weights
-from .vision import Tiles, blank_image, connect, real_tiles_of, run_tower, token_mask_of
+from .tower import Arrangement, check_not_trained, states_for_all_weights
+from .vision import blank_image, run_tower, token_mask_of
 
 
 @dataclass_node
@@ -113,7 +113,7 @@ class ImageEncoder:
         self.numbering = numbering
 
     def features(
-        self, pixel_values: torch.Tensor, tiles: Tiles | None = None, positions: torch.Tensor | None = None
+        self, pixel_values: torch.Tensor, tiles: Arrangement | None = None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`(R, num_images, ...)` pixels to `(R, num_images, tokens an image, context_size)`."""
         return self.outputs(pixel_values, tiles, positions)[1]
@@ -121,16 +121,16 @@ class ImageEncoder:
     def outputs(
         self,
         pixel_values: torch.Tensor,
-        tiles: Tiles | None = None,
+        tiles: Arrangement | None = None,
         positions: torch.Tensor | None = None,
-        real_tiles: torch.Tensor | None = None,
+        skips_padding: bool = False,
         **returns: bool | None,
     ) -> tuple[BaseModelOutput, torch.Tensor]:
         """Runs vision tower and connector on `(R, num_images, ...)` pixels.
 
         Args:
             positions (`torch.LongTensor`, *optional*): `(R, num_images)`, see [`XAttnConnector`].
-            real_tiles (`torch.LongTensor`, *optional*): the tiles that pass the connector, see [`connect`].
+            skips_padding (`bool`): padding inside an image gives zeros, in place of features that no text may see.
             returns (`bool`, *optional*): what the tower's output holds, see [`run_tower`].
 
         Returns:
@@ -143,45 +143,44 @@ class ImageEncoder:
             check_callable("connector", self.connector)
         output = run_tower(self.vision_tower, pixel_values, tiles, self.config.vision_feature_layer, **returns)
         states = states_for_all_weights(self.vision_tower, output)
-        rows, num_images = pixel_values.shape[:2]
-        return output, self._connected(states, (rows, num_images), tiles is not None, positions, real_tiles)
+        return output, self.connected(states, pixel_values.shape[:2], tiles, positions, skips_padding)
 
-    def _connected(
+    def connected(
         self,
         features: torch.Tensor,
-        images: tuple[int, int],
-        tiled: bool,
-        positions: torch.Tensor | None,
-        real_tiles: torch.Tensor | None = None,
+        images: tuple[int, ...],
+        tiles: Arrangement | None,
+        positions: torch.Tensor | None = None,
+        skips_padding: bool = False,
     ) -> torch.Tensor:
-        """The tower's own output to `(R, num_images, tokens an image, context_size)`."""
+        """A tower's `last_hidden_state` to `(R, num_images, tokens an image, context_size)`. `images`: R, num_images"""
         assert self.connector is not None
-        if features.dim() == 4 and not tiled:  # of a convolutional tower: (batch, channels, height, width)
+        if tiles is not None:
+            return tiles.connect(self.connector, features, positions, skips_padding)
+        if features.dim() == 4:  # of a convolutional tower: (batch, channels, height, width)
             check_square(self.config, features)
-        drop_first = self.config.vision_feature_select_strategy == "default"
-        return connect(self.connector, features, images, tiled, drop_first, positions, real_tiles)
+            features = features.flatten(2).transpose(1, 2)
+        if self.config.vision_feature_select_strategy == "default":
+            features = features[:, 1:]  # without the class token
+        places = {} if positions is None else {"positions": positions.flatten()}
+        return self.connector(features, **places).unflatten(0, images)
 
     def _of_tower_outputs(self, images: ImageInputs, real: torch.Tensor | None) -> torch.Tensor:
         """`vision_features` to `(R, n, tokens an image, context_size)`; `real` `(R, n)` is False for padding images.
 
         The tower does not run, unless other processes wait for it (see `learning/stand_in.py`).
         """
-        features, tiled = images.images, images.tiles is not None
+        features = images.images
         assert features is not None and self.vision_tower is not None and self.connector is not None
         check_not_trained(self.vision_tower)
-        rows, num_images = features.shape[:2]
+        shape = features.shape[:2]
         features = _without_padding_images(features, real).to(self._dtype_of(images))
         if is_distributed():
             check_callable("connector", self.connector)
             if self.tower_is_waited_for():  # before the connector, as in the other processes
                 features = features + self._zero_of_tower(features)
-        return self._connected(
-            features if tiled else features.flatten(0, 1),
-            (rows, num_images),
-            tiled,
-            images.positions,
-            real_tiles_of(images.tiles),
-        )
+        features = features.flatten(0, 1) if images.tiles is None else features
+        return self.connected(features, shape, images.tiles, images.positions, skips_padding=True)
 
     def tower_is_waited_for(self) -> bool:
         """Whether DDP or FSDP in other processes may wait until the tower has run here too, whatever the images."""
@@ -280,7 +279,7 @@ class ImageEncoder:
         assert given is not None
         if images.name == "pixel_values":
             pixels = _without_padding_images(given, encoded)
-            features = self.outputs(pixels, images.tiles, images.positions, real_tiles_of(images.tiles))[1]
+            features = self.outputs(pixels, images.tiles, images.positions, skips_padding=True)[1]
         else:
             features = self._of_tower_outputs(images, encoded)
         return features if places is None else _at_places(features, places, shape)
@@ -288,8 +287,8 @@ class ImageEncoder:
     def _digests(self, inputs: ImageInputs) -> Digests:
         images, name = inputs.images, inputs.name
         assert images is not None and name is not None
-        ids = None if inputs.tiles is None else inputs.tiles.aspect_ratio_ids
-        return digests_of(name, images, self._dtype_of(inputs), inputs.real_images, ids)
+        kinds = None if inputs.tiles is None else inputs.tiles.kinds
+        return digests_of(name, images, self._dtype_of(inputs), inputs.real_images, kinds)
 
     def _dtype_of(self, inputs: ImageInputs) -> torch.dtype:
         """The dtype that the model turns pixels or features into."""

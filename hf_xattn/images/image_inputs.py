@@ -33,8 +33,8 @@ from ..cache.text_progress import CallersMask
 from ..configuration_xattn import XAttnConfig
 from ..layers.image_rows import check_image_rows
 from ..utils.architectures import vision_feature_size
-from ..utils.tensor_checks import check_bool, check_no_bias, check_states, check_tensor, has_values
-from .vision import Tiles, check_features, check_pixels
+from ..utils.tensor_checks import check_bool, check_floating, check_no_bias, check_states, check_tensor, has_values
+from .tower import ARRANGEMENTS, Arrangement, Ratios
 
 
 IMAGE_ARGUMENTS = (
@@ -84,7 +84,7 @@ class ImageInputs:
     name: str | None = None  # of the argument with the images; None if the call has no images
     # `(R, n, ...)`: pixels, what the vision tower has returned, or features `(R, n, tokens, context_size)`
     images: torch.Tensor | None = None
-    tiles: Tiles | None = None  # with a tiled vision tower
+    tiles: Arrangement | None = None  # None with a vision tower of whole images
     image_mask: torch.Tensor | None = None  # (rows, n)
     token_mask: torch.Tensor | None = None  # (rows, N)
     text_mask: torch.Tensor | None = None  # (B, T, N) or (B, T, n, tiles)
@@ -128,7 +128,7 @@ class ImageInputs:
         return ImageInputs(
             name=self.name,
             images=None if self.images is None else change(self.images),
-            tiles=None if self.tiles is None else Tiles(*map(change, self.tiles)),
+            tiles=None if self.tiles is None else self.tiles.each(change),
             positions=None if self.positions is None else change(self.positions),
         )
 
@@ -161,7 +161,7 @@ class ImageInputs:
     def real_images(self) -> torch.Tensor | None:
         """Which of the given images are real, `(R, n)`; None if all are, or there are no images."""
         if self.image_mask is None and self.tiles is not None:
-            return self.tiles.aspect_ratio_ids > 0
+            return self.tiles.kinds > 0
         return self.image_mask
 
     @property
@@ -267,11 +267,11 @@ NO_IMAGES = ImageInputs()
 
 def _checked_images(
     config: XAttnConfig, name: str | None, given: dict[str, torch.Tensor | None]
-) -> tuple[torch.Tensor | None, Tiles | None]:
-    """Returns the images of the argument `name`, with the images on axis 1, and the tiles."""
+) -> tuple[torch.Tensor | None, Arrangement | None]:
+    """Returns the images of the argument `name`, with the images on axis 1, and their arrangement."""
     ratios = {ratio: given.get(ratio) for ratio in ("aspect_ratio_ids", "aspect_ratio_mask")}
     images = None if name is None else given[name]
-    if images is None or name == "cross_attention_states":
+    if name is None or images is None or name == "cross_attention_states":
         for argument, value in ratios.items():
             if value is not None:
                 raise ValueError(f"`{argument}` was given without `pixel_values`, but it describes their tiles.")
@@ -279,14 +279,47 @@ def _checked_images(
             _check_states(config, images)
             images = images[:, None] if images.dim() == 3 else images
         return images, None
-    if config.vision_config is None:
+    vision: Any = config.vision_config
+    if vision is None:
         raise ValueError(
             f"Expected no `{name}`, because this model has no vision tower (`config.vision_config` is None). Pass "
             "image features as `cross_attention_states`, or retrofit with `vision=`."
         )
+    check_floating(name, images, remedy=": run the image processor first" if name == "pixel_values" else "")
+    shape, tiles = tuple(images.shape), None
+    if (arrangement := ARRANGEMENTS.get(vision.model_type)) is None:
+        images = _whole_images(config, name, images, ratios)
+    else:
+        tiles = arrangement.of(config, name, images, ratios)
+    channels = getattr(vision, "num_channels", None)
+    if name == "pixel_values" and channels is not None and shape[-3] != channels:
+        raise ValueError(f"Expected `pixel_values` with {channels} channels, got {shape[-3]} channels (shape {shape}).")
+    if 0 in shape:
+        raise ValueError(f"Expected `{name}` with at least one image, got no image: the shape is {shape}.")
+    return images, tiles
+
+
+def _whole_images(config: XAttnConfig, name: str, given: torch.Tensor, ratios: Ratios) -> torch.Tensor:
+    vision: Any = config.vision_config
+    for ratio, value in ratios.items():
+        if value is not None:
+            raise ValueError(f"Expected no `{ratio}`, because the vision tower ({vision.model_type}) takes no tiles.")
+    shape = tuple(given.shape)
     if name == "pixel_values":
-        return check_pixels(config.vision_config, images, *ratios.values())
-    return check_features(config.vision_config, vision_feature_size(config), images, *ratios.values())
+        if len(shape) not in (4, 5):
+            raise ValueError(
+                "Expected `pixel_values` of shape (batch, num_images, channels, height, width) or (batch, channels, "
+                f"height, width), got {shape}."
+            )
+        return given[:, None] if len(shape) == 4 else given
+    width = vision_feature_size(config)
+    if not ((len(shape) in (3, 4) and shape[-1] == width) or (len(shape) == 5 and shape[2] == width)):
+        raise ValueError(
+            f"Expected `vision_features` of shape (batch, num_images, tokens, width={width}) or (batch, tokens, "
+            f"width={width}), or (batch, num_images, width={width}, height, width) of a convolutional tower, the "
+            f"`last_hidden_state` of the vision tower, got {shape}."
+        )
+    return given[:, None] if len(shape) == 3 else given
 
 
 def _check_states(config: XAttnConfig, states: torch.Tensor) -> None:

@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..utils.architectures import vision_hidden_size
 from ..utils.towers import QUERIES
-from .tower import image_size_of
-from .vision import UnusableOutput, blank_image, build_tower, is_tiled, run_tower
+from .tower import ARRANGEMENTS, image_size_of
+from .vision import UnusableOutput, blank_image, build_tower, run_tower
 
 
 STRIDES = tuple(2**power for power in range(8))
@@ -38,7 +38,7 @@ def measured_features(config: PreTrainedConfig) -> Measured | None:
     Raises:
         ValueError: for a tower whose output cannot be used.
     """
-    if is_tiled(config):
+    if config.model_type in ARRANGEMENTS:
         return None
     for device in (torch.device("meta"), torch.device("cpu")):
         try:
@@ -53,13 +53,13 @@ def measured_features(config: PreTrainedConfig) -> Measured | None:
 
 
 def measured(tower: PreTrainedModel) -> Measured | None:
-    """Measures a tower by running it. None for one of tiles, or on the meta device.
+    """Measures a tower by running it. None for one that does not read whole images, or on the meta device.
 
     Raises:
         ValueError: for a tower whose output cannot be used, or that cannot read a picture of its own size.
     """
     weight = next(tower.parameters(), None)
-    if is_tiled(tower.config) or weight is None or weight.is_meta:
+    if tower.config.model_type in ARRANGEMENTS or weight is None or weight.is_meta:
         return None
     modes = [(module, module.training) for module in tower.modules()]
     try:

@@ -1,18 +1,20 @@
-"""Inspects a vision tower: whether a model can be one, its keywords, image sizes, and weights without a gradient."""
+"""Inspects a vision tower: whether a model can be one, what it takes, image sizes, and weights without a gradient."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import typing
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from ..configuration_xattn import XAttnConfig
 from ..utils import memoized
-from ..utils.architectures import TILED_VISION_TYPES
 from ..utils.distributed import has_units
 from ..utils.towers import REFUSED, TEXT_IS_OPTIONAL, class_of
 
@@ -26,11 +28,52 @@ MASK_TOKEN = "mask_token"
 PASS_ITS_BASE = "Pass the `base_model` of a model with a head, and the vision part of a model for text and images."
 
 
+Ratios: TypeAlias = dict[str, torch.Tensor | None]  # the arguments of a call that an arrangement is made of
+
+
+class Arrangement(Protocol):
+    """What a tower needs beside the pixels `(R, n, ...)` of a call, if it does not read each picture as a whole.
+
+    `of` makes it of the arguments of a call, and raises a `ValueError` where these or the images do not fit the tower.
+    `blank` gives the pixels of one black image their shape, from `(1, 1, channels, height, width)`.
+    """
+
+    @classmethod
+    def of(cls, config: XAttnConfig, name: str, images: torch.Tensor, ratios: Ratios) -> Arrangement: ...
+
+    @classmethod
+    def blank(cls, config: Any, pixels: torch.Tensor) -> tuple[torch.Tensor, Arrangement]: ...
+
+    @property
+    def kinds(self) -> torch.Tensor: ...  # `(R, n)`, 0 = no image; images of different kinds differ
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Arrangement: ...  # every tensor `(R, n, ...)`
+
+    def __iter__(self) -> Iterator[torch.Tensor]: ...
+
+    def _asdict(self) -> dict[str, torch.Tensor]: ...  # by the names of the tower's arguments
+
+    def run(self, tower: Any, pixels: torch.Tensor, returns: dict[str, bool]) -> BaseModelOutput: ...
+
+    def connect(
+        self, connector: Any, features: torch.Tensor, positions: torch.Tensor | None, skips_padding: bool
+    ) -> torch.Tensor: ...  # `(R, n, tokens of an image, context_size)`
+
+    def token_mask(self, image_mask: torch.Tensor | None, tokens: int) -> torch.Tensor: ...  # see `token_mask_of`
+
+
+# By the `model_type` of the tower. The others read whole images, without an arrangement. `parts/tiles.py` adds to them.
+ARRANGEMENTS: dict[str, type[Arrangement]] = {}
+
+
 def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
     """Raises a `ValueError` for a model that cannot be called with pixels alone, or returns no `last_hidden_state`.
 
     `name` is the argument that names the tower.
     """
+    model_type = getattr(tower_class.config_class, "model_type", None)
+    if model_type in ARRANGEMENTS:  # which give the tower what else it needs
+        return
     parameters = inspect.signature(tower_class.forward).parameters
     if "pixel_values" not in parameters:
         raise ValueError(
@@ -47,7 +90,6 @@ def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
     if outputs and not any("last_hidden_state" in fields for fields in outputs.values()):
         fields = sorted(set().union(*outputs.values()))
         raise ValueError(f"Expected `{name}` to be {no_hidden_state(tower_class)} {fields}. {PASS_ITS_BASE}")
-    model_type = getattr(tower_class.config_class, "model_type", None)
     reason = REFUSED.get(str(model_type))
     if reason is None and next(iter([*parameters][1:]), None) == "input_ids" and model_type not in TEXT_IS_OPTIONAL:
         reason = f"it reads text, too. {PASS_ITS_BASE[:-1]}"
@@ -96,8 +138,7 @@ def takes_keyword(tower_class: type[PreTrainedModel], name: str) -> bool:
 
 def check_tower_config(name: str, config: PreTrainedConfig) -> None:
     """[`check_tower_class`] before a weight is read. A configuration without a class in transformers is not checked."""
-    tower_class = None if config.model_type in TILED_VISION_TYPES else class_of(config)
-    if tower_class is not None:
+    if (tower_class := class_of(config)) is not None:
         check_tower_class(name, tower_class)
 
 

@@ -7,9 +7,8 @@ import inspect
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from ..utils.architectures import TILED_VISION_TYPES
 from ..utils.towers import CLASSES, REFUSED, UNTESTED, class_of_type
-from .tower import check_tower_class, needed_with_pixels
+from .tower import ARRANGEMENTS, check_tower_class, needed_with_pixels
 
 
 def vision_model_types() -> list[str]:
@@ -20,7 +19,7 @@ def vision_model_types() -> list[str]:
 
 def why_no_tower(model_type: str) -> str | None:
     """Says in a few words why a model of [`vision_model_types`] cannot be a tower. None if it can."""
-    if model_type in UNTESTED or model_type in TILED_VISION_TYPES:
+    if model_type in UNTESTED or model_type in ARRANGEMENTS:
         return None
     if model_type in REFUSED:
         return REFUSED[model_type].removeprefix("it ")

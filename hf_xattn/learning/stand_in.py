@@ -26,7 +26,7 @@ from ..cache.image_layout import ImageLayout
 from ..decoders.insertion import BLOCKS
 from ..images.conversation import ImagesOfCall
 from ..images.image_encoder import ImageEncoder, NewImages
-from ..images.vision import blank_image, connect, is_tiled
+from ..images.vision import blank_image
 from ..utils.architectures import vision_feature_size
 from ..utils.distributed import compute_device, has_units, is_distributed
 from ..utils.parts import CONNECTORS
@@ -138,15 +138,14 @@ def _states(encoder: ImageEncoder, device: torch.device, dtype: torch.dtype) -> 
     config, tower, connector = encoder.config, encoder.vision_tower, encoder.connector
     if tower is None or connector is None or config.vision_config is None:
         return _zeros(encoder, device, dtype)
+    pixels, tiles = blank_image(config.vision_config, device, dtype)
     # A connector of the caller's own may need as many features as an image has.
     if encoder.tower_is_waited_for() or CONNECTORS.is_own(config.connector_type):
-        return encoder.features(*blank_image(config.vision_config, device, dtype)).flatten(1, 2)
-    tiled = is_tiled(config.vision_config)
+        return encoder.features(pixels, tiles).flatten(1, 2)
     # Two tokens: the connector may drop the first one, the class token.
-    shape = (1, 1, 1, 2) if tiled else (1, 2)
+    shape = (1, 2) if tiles is None else (1, 1, 1, 2)
     nothing = torch.zeros(*shape, vision_feature_size(config), device=device, dtype=dtype)
-    drop_first = config.vision_feature_select_strategy == "default"
-    return connect(connector, nothing, (1, 1), tiled, drop_first).flatten(1, 2)
+    return encoder.connected(nothing, (1, 1), tiles).flatten(1, 2)
 
 
 def _zeros(encoder: ImageEncoder, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -18,11 +18,11 @@ from ..cache.image_cache import ImageCache
 from ..cache.xattn_cache import XAttnCache
 from ..configuration_xattn import XAttnConfig
 from ..images.tower import image_size_of, only_image_size
-from ..images.vision import is_tiled
 from ..layers.image_rows import refuse_to_cache
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..processing.image_reading import upright
 from ..training.freezing import body_of
+from ..utils.architectures import TILED_VISION_TYPES
 from ..utils.tensor_checks import check_tensor, type_name
 from ..utils.transformers_api import takes_cache
 from .patch_grid import PatchGrid, patch_grid
@@ -206,7 +206,7 @@ class AttentionMaps:
         words = [str(token) if processor is None else processor.decode([token]) for token in ids]
         if picture is None:
             picture = self.pixels(image, row)
-        elif self._config.vision_config is not None and is_tiled(self._config.vision_config):
+        elif self._config.vision_config is not None and self._config.vision_config.model_type in TILED_VISION_TYPES:
             raise ValueError(
                 f"Expected `picture` to be None, because the vision tower reads tiles, with a border around the "
                 f"picture, got {type_name(picture)}. Pass `pixel_values` in `inputs`: they are drawn by themselves."
@@ -434,7 +434,7 @@ def _read_size(model: XAttnModel | XAttnForConditionalGeneration, given: dict[st
     tower = body_of(model).vision_tower
     if tower is None or not ("vision_features" in given or _holds_pixels(given.get("cache"))):
         return None
-    return image_size_of(tower.config) if is_tiled(tower.config) else only_image_size(tower)
+    return image_size_of(tower.config) if tower.config.model_type in TILED_VISION_TYPES else only_image_size(tower)
 
 
 def _holds_pixels(cache: XAttnCache | None) -> bool:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..configuration_xattn import XAttnConfig
-from ..images.vision import is_tiled
+from ..utils.architectures import TILED_VISION_TYPES
 from ..utils.parts import CONNECTORS
 
 
@@ -92,7 +92,7 @@ def patch_grid(
     height, width = (patch, patch) if isinstance(patch, int) else (patch[0], patch[1])
     prefix = PREFIX_TOKENS[tower.model_type] + (getattr(tower, "num_register_tokens", 0) or 0)
     tiles, arrangement = 1, (1, 1)
-    if is_tiled(tower):
+    if tower.model_type in TILED_VISION_TYPES:
         tiles = getattr(tower, "max_num_tiles", 1)
         arrangement = _arrangement(tower, aspect_ratio_id)
     elif config.vision_feature_select_strategy == "default":

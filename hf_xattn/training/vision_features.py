@@ -26,7 +26,8 @@ from transformers.utils import logging
 from ..checkpoints.model_identity import tower_identity
 from ..data.loading import Rows
 from ..data.pictures import digest_of, path_of, picture_of, picture_parts
-from ..images.vision import Tiles, run_tower
+from ..images.vision import run_tower
+from ..parts.tiles import Tiles
 from ..processing.samples import lay_out
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
 from ..utils.checkpoint_files import check_path

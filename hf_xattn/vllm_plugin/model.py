@@ -17,8 +17,10 @@ from ..checkpoints.saved_names import named_as_in_memory
 from ..configuration_xattn import XAttnConfig
 from ..images.connector import XAttnConnector
 from ..images.image_encoder import ImageEncoder
-from ..images.vision import Tiles, build_tower, is_tiled, token_mask_of
+from ..images.vision import build_tower
+from ..parts.tiles import Tiles
 from ..processing_xattn import TILE_INPUTS
+from ..utils.architectures import TILED_VISION_TYPES
 from .block import STEP, Block
 from .decoders import block_weight, insert, with_additional
 from .engine import repair_order
@@ -67,7 +69,7 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
         insert(self.language_model, self.served, config, make_block)
         self.kernel_name = "cross_attention_blocks.0.attn.kernel"
         self.image_features = ImageFeatures(vllm_config.additional_config.get(OPTION, DEFAULT_BYTES))
-        self.tiled = is_tiled(config.vision_config)
+        self.tiled = config.vision_config.model_type in TILED_VISION_TYPES
         self.tokens_per_image = 0  # known when the first image is encoded
 
     def embed_multimodal(self, **kwargs: Any) -> list[torch.Tensor]:
@@ -90,14 +92,13 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
 
         def encode(indices: list[int]) -> torch.Tensor:
             of_these = None if positions is None else positions[indices][None]
-            tiles_of_these = None if tiles is None else Tiles(*(each[indices][None] for each in tiles))
+            tiles_of_these = None if tiles is None else tiles.each(lambda each: each[indices][None])
             return self.image_encoder.features(flat[indices][None], tiles_of_these, of_these)[0]
 
         features = self.image_features.read(flat, keys, encode)
         self.tokens_per_image = features.shape[1]
         if tiles is not None:
-            real = token_mask_of(Tiles(*(each[None] for each in tiles)), None, self.tokens_per_image)
-            assert real is not None
+            real = tiles.each(lambda each: each[None]).token_mask(None, self.tokens_per_image)
             features = with_real(features, real.view(features.shape[:2]))
         return [each.flatten(0, 1) for each in features.split(counts)]
 
