@@ -1,52 +1,24 @@
-"""Encoded images that can be reused, combined, split, saved to a file and loaded.
+"""Encoded images as a value: what `encode_images` returns, and rows of it.
 
 Encoded images carry the identity of the model and the weights that made them (see `checkpoints/model_identity.py`).
-Keys and values of another model, or of this model before further training, would be noise, so they are refused.
+Files of them, and batches from several calls, are an extra: `storage/image_files.py`.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import operator
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from ..utils.checkpoint_files import Stored, check_path, read_headers, short
-from ..utils.distributed import is_split
 from ..utils.tensor_checks import check_integers, type_name
 from ..utils.transformers_api import empty_all_layers
-from ..utils.whole_folder import whole_file
 from .cross_cache import CrossCache
-from .digests import Digests
-from .image_layout import ImageLayout, rows_to
-from .int8_cache import INT8, Int8States, States, concatenate, map_states
+from .image_layout import ImageLayout
 from .xattn_cache import XAttnCache
-
-
-FORMAT = "hf_xattn image cache 4"
-FORMATS = ("hf_xattn image cache 3", FORMAT)  # the first one held floats alone, and did not say so
-FLOATS = ("F64", "F32", "F16", "BF16")
-KEYS_VALUES = ("keys", "key_scales", "values", "value_scales")  # of a layer; the scales in int8 alone
-KINDS_OF_DIGESTS = ("pixel_values", "vision_features", "cross_attention_states")
-
-
-class _Model(Protocol):
-    """What this file needs of a model."""
-
-    @property
-    def config(self) -> Any: ...
-
-    @property
-    def blocks(self) -> list[Any]: ...
-
-    def image_identity(self) -> str: ...
 
 
 class ImageCache(XAttnCache):
@@ -83,7 +55,7 @@ def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCac
         ValueError: if the cache holds no images, or `rows` is empty or has more than one axis.
         IndexError: if the cache does not have a row.
     """
-    cross, layout = _filled("cache", cache)
+    cross, layout = images_of("cache", cache)
     count = cross.rows
     rows = _integers("rows", rows)
     if rows.dim() != 1 or rows.numel() == 0:
@@ -92,236 +64,7 @@ def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCac
         raise IndexError(f"Expected `rows` from 0 to {count - 1}, the image rows of `cache`, got {outside}.")
     chosen = cross.shared()
     chosen.select(rows, layout.select(rows, count))
-    return image_cache_of(chosen, _empty_like(cache.self_attention_cache))
-
-
-def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
-    """Combines image caches of several calls into one batch. Rows with fewer images are padded and masked.
-
-    Raises:
-        TypeError: if `caches` is not a list of caches.
-        ValueError: if the list is empty, a cache holds no images, or the caches come from different models or differ
-            in `cache_dtype`.
-    """
-    if not isinstance(caches, Sequence):
-        raise TypeError(f"Expected `caches` to be a list of image caches, got {type_name(caches)}.")
-    if not caches:
-        raise ValueError("Expected `caches` to hold at least one image cache, got an empty list.")
-    parts = [_filled(f"caches[{index}]", cache) for index, cache in enumerate(caches)]
-    shapes = {(len(cross.layers), *cross.layers[0].keys.shape[1::2]) for cross, _ in parts}
-    if len(shapes) > 1:
-        raise ValueError(
-            "Expected `caches` of one model, got caches of different models: (blocks, K/V heads, head width) are "
-            f"{sorted(shapes)}."
-        )
-    makers = {cross.made_by for cross, _ in parts}
-    if len(makers) > 1:
-        raise ValueError(
-            "Expected `caches` of one model, got caches of different models or different weights: their identities are "
-            f"{sorted(str(maker)[:12] for maker in makers)}."
-        )
-    dtypes = {cross.cache_dtype for cross, _ in parts}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"Expected `caches` of one `cache_dtype`, got {sorted(map(str, dtypes))}. Encode the images again with the "
-            "same `cache_dtype`."
-        )
-    layout = _combine_layouts([layout for _, layout in parts], [cross.rows for cross, _ in parts])
-    length = max(cross.layers[0].keys.shape[2] for cross, _ in parts)
-    keys_values = []
-    for index in range(len(parts[0][0].layers)):
-        pairs = [cross.layers[index].stored() for cross, _ in parts]
-        key = concatenate([_padded(key, length) for key, _ in pairs], dim=0)
-        value = concatenate([_padded(value, length) for _, value in pairs], dim=0)
-        keys_values.append((key, value))
-    combined = CrossCache()
-    combined.fill(layout, keys_values, makers.pop())
-    return image_cache_of(combined, _empty_like(caches[0].self_attention_cache))
-
-
-def _check_model(model: Any) -> None:
-    if not callable(getattr(model, "image_identity", None)):
-        raise TypeError(f"Expected `model` to be the model that encoded the images, got {type_name(model)}.")
-    heads, held = model.config.cross_attention_config.num_key_value_heads, model.blocks[0].attn.num_key_value_heads
-    if held != heads:
-        raise ValueError(
-            f"Expected `model` to hold all {heads} K/V heads, got {held}: it is split over ranks (tensor parallelism), "
-            "and a file of a rank's heads fits no other number of ranks. Save and load image caches with a model that "
-            "is not split."
-        )
-    if is_split(model.blocks[0].attn.k_proj.weight):
-        raise ValueError(
-            "Expected `model` to hold its whole weights, got weights that are sharded over ranks (FSDP), so it cannot "
-            "be told which weights a file belongs to. Save and load image caches with a model that is not sharded."
-        )
-
-
-def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None:
-    """Writes encoded images to a safetensors file, whole or not at all.
-
-    Args:
-        cache ([`ImageCache`]): from `encode_images`.
-        path (`str` or `Path`): the file.
-        model: the model that encoded the images. Its identity is saved in the file.
-
-    Raises:
-        TypeError: if an argument is not a cache, a path or a model of this package.
-        ValueError: if the cache holds no images, or if another model, other weights or a conversation encoded them.
-        OSError: if the file cannot be written: its folder does not exist, or the disk is full. A file at `path` is
-            then as it was.
-    """
-    cross, layout = _filled("cache", cache)
-    check_path("path", path)
-    _check_model(model)
-    identity = model.image_identity()
-    if cross.made_by != identity:
-        raise ValueError(
-            "Expected `cache` to come from `encode_images` of `model`, but another model or other weights encoded it, "
-            "or `forward` or `generate`, which do not note the weights. Encode the images with `encode_images`."
-        )
-    digests = layout.digests or ()
-    facts = {
-        "sizes": layout.sizes,
-        "cache_dtype": cross.cache_dtype,
-        "dtype": _name_of(cross.layers[0].dtype),
-        "digests": [{"of": part.of, "dtype": _name_of(part.dtype), "sizes": part.sizes} for part in digests] or None,
-    }
-    tensors = {"images.token_mask": layout.token_mask, "images.image_mask": layout.image_mask}
-    for index, part in enumerate(digests):
-        tensors |= {f"digests.{index}.{name}": getattr(part, name) for name in ("values", "real")}
-    for index, layer in enumerate(cross.layers):
-        tensors |= {f"layers.{index}.{name}": getattr(layer, name) for name in KEYS_VALUES}
-    contiguous = {
-        name: tensor.detach().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-        if tensor is not None
-    }
-    with whole_file(path) as file:
-        save_file(contiguous, str(file), {"format": FORMAT, "identity": identity, "images": json.dumps(facts)})
-
-
-def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
-    """Loads encoded images from a file, to the devices of the blocks. Images that were saved in int8 stay in int8.
-
-    This reads all weights between pixels and keys and values, to compare them with those that encoded the images. See
-    `checkpoints/model_identity.py` for the time that it takes.
-
-    Raises:
-        TypeError: if an argument is not a path or a model of this package.
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file is not an image cache, is damaged, or was written with other weights.
-    """
-    check_path("path", path)
-    _check_model(model)
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"Expected `path` to be a file, got {path}, which does not exist.")
-    try:
-        headers = read_headers([Path(path)], {}, where=str(Path(path).parent))
-        opened = safe_open(str(path), framework="pt")
-    except (ValueError, SafetensorError) as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    with opened as file:
-        metadata, identity = file.metadata() or {}, model.image_identity()
-        if metadata.get("format") not in FORMATS:
-            raise ValueError(
-                f"{path} is not an image cache: its format is {metadata.get('format')!r}, not one of {FORMATS}."
-            )
-        if metadata.get("identity") != identity:
-            raise ValueError(
-                f"{path} was written by another model, or by other weights of this one: its identity is "
-                f"{str(metadata.get('identity'))[:12]}, this model's is {identity[:12]}. Encode the images again."
-            )
-        try:
-            cross = _cross_of_file(file, headers, json.loads(metadata["images"]), model, identity)
-        except KeyError as error:
-            raise ValueError(f"{path} is damaged: it has no {error.args[0]}.") from error
-        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, SafetensorError) as error:
-            raise ValueError(f"{path} is damaged: {error}.") from error
-    return image_cache_of(cross, DynamicCache(config=model.config.get_text_config(decoder=True)))
-
-
-def _cross_of_file(
-    file: Any, headers: dict[str, Stored], facts: dict[str, Any], model: _Model, identity: str
-) -> CrossCache:
-    """Checks and converts the content of a file. A tensor is read after its shape and its dtype have been checked."""
-    block, sizes, unread = model.config.cross_attention_config, _sizes(facts["sizes"]), dict(headers)
-    dtype = None
-    if facts.get("cache_dtype") is not None:
-        if facts["cache_dtype"] != INT8:
-            raise ValueError(f'expected `cache_dtype` to be "{INT8}", got {short(facts["cache_dtype"])}')
-        dtype = _dtype_of(facts)
-    rows = (*headers["layers.0.keys"].shape, 0)[0]
-
-    def read(name: str, *shape: int, codes: tuple[str, ...] = ("BOOL",)) -> torch.Tensor:
-        stored = unread.pop(name)
-        found = (*stored.shape, 0)[0]
-        of_text = name.startswith("images.") and rows and found % rows == 0  # masks may have the rows of a text
-        expected = (found if of_text else rows, *shape)
-        if tuple(stored.shape) != expected or 0 in expected or stored.dtype not in codes:
-            raise ValueError(f"expected {name} of shape {expected}, got {stored.shape} of {stored.dtype}")
-        return file.get_tensor(name)
-
-    keys_values: list[tuple[States, States]] = []
-    for index, layer in enumerate(model.blocks):
-        device, codes = device_of(layer.attn.k_proj), FLOATS if dtype is None else ("I8",)
-        pair: list[States] = []
-        for name in (f"layers.{index}.key", f"layers.{index}.value"):
-            shape = (block.num_key_value_heads, sum(sizes) + block.quiet_softmax)
-            states = read(f"{name}s", *shape, block.head_dim, codes=codes).to(device)
-            codes = (headers[f"{name}s"].dtype,)  # values have the dtype of their keys
-            if dtype is None:
-                pair.append(states)
-            else:
-                scales = read(f"{name}_scales", *shape, 1, codes=("F32",)).to(device)
-                pair.append(Int8States(states, scales, dtype))
-        keys_values.append((pair[0], pair[1]))
-    device = keys_values[0][0].device
-    masks = {
-        name: read(f"images.{name}", width).to(device)
-        for name, width in (("token_mask", sum(sizes)), ("image_mask", len(sizes)))
-        if f"images.{name}" in headers
-    }
-    digests = []
-    for index, part in enumerate(facts["digests"] or ()):
-        name, widths = f"digests.{index}", _sizes(part["sizes"])
-        if part["of"] not in KINDS_OF_DIGESTS:
-            raise ValueError(f"expected digests of images, got {short(part)}")
-        values = read(f"{name}.values", sum(widths), codes=("I64",)).to(device)
-        real = read(f"{name}.real", sum(widths)).to(device) if f"{name}.real" in headers else None
-        digests.append(Digests(part["of"], _dtype_of(part), values, real, widths))
-    if unread:
-        raise ValueError(f"it holds {short(min(unread))}, which an image cache of this model does not have")
-    cross = CrossCache()
-    cross.fill(ImageLayout.of(sizes, device, **masks, digests=tuple(digests) or None), keys_values, identity)
-    return cross
-
-
-def _dtype_of(facts: dict[str, Any]) -> torch.dtype:
-    dtype = getattr(torch, facts["dtype"])
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"expected `dtype` to be a dtype of floats, got {short(facts['dtype'])}")
-    return dtype
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _sizes(sizes: Any) -> tuple[int, ...]:
-    """Numbers of tokens, one for each image."""
-    if not isinstance(sizes, list) or not sizes or not all(type(size) is int and 0 < size < 2**31 for size in sizes):
-        raise ValueError(f"expected `sizes` to be the number of tokens of each image, got {short(sizes)}")
-    return tuple(sizes)
-
-
-def device_of(module: torch.nn.Module) -> torch.device:
-    """Returns the device on which a layer computes, even if accelerate has offloaded its weights."""
-    weight = next(module.parameters())
-    if not weight.is_meta:
-        return weight.device
-    hooks: list[Any] = [getattr(inner, "_hf_hook", None) for inner in module.modules()]  # an adapter's layer has none
-    devices = [getattr(hook, "execution_device", None) for hook in hooks]
-    return torch.device(next(device for device in devices if device is not None))
+    return image_cache_of(chosen, empty_like(cache.self_attention_cache))
 
 
 def image_cache_of(cross: CrossCache, self_attention_cache: Cache) -> ImageCache:
@@ -330,7 +73,7 @@ def image_cache_of(cross: CrossCache, self_attention_cache: Cache) -> ImageCache
     return cache
 
 
-def _empty_like(cache: Cache) -> Cache:
+def empty_like(cache: Cache) -> Cache:
     """Returns an empty text half of the same kind, with layers that fit the decoder."""
     empty = copy.deepcopy(cache)
     empty.reset()
@@ -338,7 +81,7 @@ def _empty_like(cache: Cache) -> Cache:
     return empty
 
 
-def _filled(name: str, cache: Any) -> tuple[CrossCache, ImageLayout]:
+def images_of(name: str, cache: Any) -> tuple[CrossCache, ImageLayout]:
     if not isinstance(cache, EncoderDecoderCache):
         raise TypeError(f"Expected `{name}` to be a cache of `encode_images`, got {type_name(cache)}.")
     cross = cache.cross_attention_cache
@@ -365,45 +108,4 @@ def _integers(name: str, values: Any) -> torch.Tensor:
     return torch.tensor([operator.index(value) for value in values], dtype=torch.long)
 
 
-def _padded(states: States, length: int) -> States:
-    return map_states(states, lambda part: torch.nn.functional.pad(part, (0, 0, 0, length - part.shape[2])))
-
-
-def _combine_layouts(parts: list[ImageLayout], rows: list[int]) -> ImageLayout:
-    """One layout for all rows. Padding is masked."""
-    widest = max(parts, key=lambda part: part.num_tokens)
-    if any(part.sizes != widest.sizes[: part.num_images] for part in parts):
-        raise ValueError("Expected `caches` with equally large images, got images with different numbers of tokens.")
-    device = widest.image_of_token.device
-    token_masks: list[torch.Tensor] = []
-    image_masks: list[torch.Tensor] = []
-    for part, count in zip(parts, rows):
-        for size, full, mask, masks in (
-            (part.num_tokens, widest.num_tokens, part.token_mask, token_masks),
-            (part.num_images, widest.num_images, part.image_mask, image_masks),
-        ):
-            mask = torch.ones(count, size, dtype=torch.bool, device=device) if mask is None else rows_to(mask, count)
-            masks.append(torch.nn.functional.pad(mask, (0, full - size)))
-    uniform = all(part.num_tokens == widest.num_tokens and part.token_mask is None for part in parts)
-    return ImageLayout(
-        sizes=widest.sizes,
-        image_of_token=widest.image_of_token,
-        token_mask=None if uniform else torch.cat(token_masks),
-        image_mask=None if uniform else torch.cat(image_masks),
-        digests=_combine_digests([part.digests for part in parts]),
-    )
-
-
-def _combine_digests(parts: list[tuple[Digests, ...] | None]) -> tuple[Digests, ...] | None:
-    """The digests of all rows; None, an unknown content, if they are not all of one kind."""
-    found = [part[0] for part in parts if part is not None and len(part) == 1]
-    if len(found) < len(parts) or len({(part.of, part.dtype) for part in found}) > 1:
-        return None
-    widest = max(found, key=lambda part: part.values.shape[1])
-    width = widest.values.shape[1]
-    values = [torch.nn.functional.pad(part.values, (0, width - part.values.shape[1])) for part in found]
-    real = [torch.nn.functional.pad(part.real_or_all(), (0, width - part.values.shape[1])) for part in found]
-    return (Digests(widest.of, widest.dtype, torch.cat(values), torch.cat(real), widest.sizes),)
-
-
-__all__ = ["ImageCache", "combine_images", "load_image_cache", "save_image_cache", "select_images"]
+__all__ = ["ImageCache", "select_images"]

@@ -53,7 +53,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
     model, processor, images = load_model_and_images(arguments)
     cache = None
     if arguments.image_cache is not None:
-        from ..cache.image_cache import load_image_cache
+        from ..storage.image_files import load_image_cache
 
         cache = load_image_cache(arguments.image_cache, model)
     layout = None if cache is None else cache.cross_attention_cache.layout

@@ -68,7 +68,7 @@ def _encode_images(arguments: argparse.Namespace) -> None:
     model, processor, images = load_model_and_images(arguments)
     import torch
 
-    from ..cache.image_cache import save_image_cache
+    from ..storage.image_files import save_image_cache
 
     inputs = _of_images(processor)(images=[images])
     with torch.no_grad():

@@ -8,8 +8,8 @@ import torch
 from transformers.utils import logging
 
 from ..cache.cross_cache import CrossCache
-from ..cache.image_cache import device_of
 from ..utils.distributed import is_distributed
+from .image_files import device_of
 from .image_store import ImageStore, StoreReader
 
 

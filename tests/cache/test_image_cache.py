@@ -9,7 +9,9 @@ from tiny_models import make_model, pixels, randomize, token_ids, vision_config
 from transformers import SiglipVisionModel
 
 from hf_xattn import XAttnForConditionalGeneration, retrofit
-from hf_xattn.cache.image_cache import combine_images, load_image_cache, save_image_cache, select_images
+from hf_xattn.cache import image_cache
+from hf_xattn.cache.image_cache import select_images
+from hf_xattn.storage.image_files import combine_images, load_image_cache, save_image_cache
 from hf_xattn.utils.transformers_api import CACHE
 
 
@@ -233,3 +235,9 @@ def test_files_beside_offloaded_weights(tmp_path):
     assert torch.allclose(offloaded(ids, cache=loaded).logits, expected, atol=1e-5)
     again = offloaded.encode_images(pixel_values=images)
     assert torch.allclose(offloaded(ids, cache=again).logits, expected, atol=1e-5)
+
+
+def test_scripts_import_files_of_images_from_where_they_were():
+    """A script for an earlier version that ends at its first line."""
+    for function in (combine_images, load_image_cache, save_image_cache):
+        assert getattr(image_cache, function.__name__) is function

@@ -16,7 +16,8 @@ from tiny_models import make_model, make_text, pixels, token_ids
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from hf_xattn import attention_maps
-from hf_xattn.cache.image_cache import ImageCache, combine_images, load_image_cache, save_image_cache, select_images
+from hf_xattn.cache.image_cache import ImageCache, select_images
+from hf_xattn.storage.image_files import combine_images, load_image_cache, save_image_cache
 from hf_xattn.utils.transformers_api import CACHE
 
 

@@ -5,7 +5,7 @@ import torch
 from marked_models import MARKER, close, marked, states_of
 from tiny_models import make_model, pixels, token_ids
 
-from hf_xattn.cache.image_cache import combine_images
+from hf_xattn.storage.image_files import combine_images
 from hf_xattn.utils.transformers_api import CACHE
 
 

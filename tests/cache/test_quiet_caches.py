@@ -12,7 +12,8 @@ from transformers.utils.logging import warning_once
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.cache.digests import digest
-from hf_xattn.cache.image_cache import save_image_cache, select_images
+from hf_xattn.cache.image_cache import select_images
+from hf_xattn.storage.image_files import save_image_cache
 from hf_xattn.utils.transformers_api import CACHE
 
 

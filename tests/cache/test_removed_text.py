@@ -7,8 +7,9 @@ import torch
 from tiny_models import make_model, pixels, token_ids
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from hf_xattn.cache.image_cache import combine_images, select_images
+from hf_xattn.cache.image_cache import select_images
 from hf_xattn.cache.xattn_cache import XAttnCache
+from hf_xattn.storage.image_files import combine_images
 from hf_xattn.utils.transformers_api import CACHE
 
 

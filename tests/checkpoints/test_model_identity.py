@@ -5,10 +5,10 @@ import torch
 from marked_models import generate
 from tiny_models import make_model, pixels, randomize, token_ids
 
-from hf_xattn.cache.image_cache import combine_images
 from hf_xattn.checkpoints import model_identity
 from hf_xattn.checkpoints.model_identity import ModelIdentity, tower_identity
 from hf_xattn.configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
+from hf_xattn.storage.image_files import combine_images
 from hf_xattn.utils.config_checks import own_fields
 
 

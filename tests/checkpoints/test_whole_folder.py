@@ -16,8 +16,8 @@ from tiny_models import make_model, pixels, randomize
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from hf_xattn import retrofit
-from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
 from hf_xattn.commands.main import main
+from hf_xattn.storage.image_files import load_image_cache, save_image_cache
 from hf_xattn.utils.whole_folder import HIDDEN, MARKER, WholeFolder, refuse_unfinished, replace_file, whole_file
 
 

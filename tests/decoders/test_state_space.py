@@ -12,9 +12,10 @@ from tiny_decoders import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
 from tiny_models import make_model, needs_part, pixels, randomize, strengthen, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
-from hf_xattn.cache.image_cache import combine_images, select_images
+from hf_xattn.cache.image_cache import select_images
 from hf_xattn.decoders import decoder
 from hf_xattn.decoders.decoder import find_cache_argument
+from hf_xattn.storage.image_files import combine_images
 from hf_xattn.utils.architectures import architecture
 from hf_xattn.utils.transformers_api import CACHE, has
 

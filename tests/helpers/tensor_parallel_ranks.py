@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.distributed import DistributedConfig
 
 from hf_xattn import attention_maps
-from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
+from hf_xattn.storage.image_files import load_image_cache, save_image_cache
 from hf_xattn.utils.transformers_api import CACHE
 
 

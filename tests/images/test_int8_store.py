@@ -11,7 +11,7 @@ from marked_models import MARKER, fresh_cache, marked
 from safetensors import safe_open
 from tiny_models import make_model, pixels, token_ids
 
-from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
+from hf_xattn.storage.image_files import load_image_cache, save_image_cache
 from hf_xattn.utils.transformers_api import CACHE
 
 

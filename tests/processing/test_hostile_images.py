@@ -26,10 +26,10 @@ from tiny_models import make_model, pixels
 from transformers import CLIPImageProcessor, SiglipImageProcessor
 
 from hf_xattn import XAttnProcessor
-from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
 from hf_xattn.processing import image_limits
 from hf_xattn.processing.image_limits import LIMITS, ImageLimits, check_image_processor
 from hf_xattn.processing.image_reading import read_image
+from hf_xattn.storage.image_files import load_image_cache, save_image_cache
 
 
 SLOW = 200  # bytes, which take ten seconds

@@ -57,6 +57,7 @@ from hf_xattn.configuration_xattn import PerceiverConfig
 from hf_xattn.images.image_inputs import IMAGE_ARGUMENTS
 from hf_xattn.processing import image_limits
 from hf_xattn.serving import web
+from hf_xattn.storage import image_files
 from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 
@@ -89,7 +90,7 @@ def folder():
     make_vision_checkpoint(path / "image_processor")
     make_text().save_pretrained(path / "text")
     AutoModel.from_config(vision_config()).save_pretrained(path / "vision")
-    image_cache.save_image_cache(images(), path / "images.safetensors", model())
+    image_files.save_image_cache(images(), path / "images.safetensors", model())
     return path
 
 
@@ -396,18 +397,18 @@ SURFACES = {
         {"cache": ENCODED, "rows": value(none=None, kind="all", rank=0, size=[], dtype=[0.5])},
     ),
     "combine_images": Surface(
-        image_cache.combine_images,
-        functools.partial(call_cache, image_cache.combine_images),
+        image_files.combine_images,
+        functools.partial(call_cache, image_files.combine_images),
         {"caches": value(none=None, kind=3, rank=[[1]], size=Wrong([], "empty"))},
     ),
     "save_image_cache": Surface(
-        image_cache.save_image_cache,
-        functools.partial(call_cache, image_cache.save_image_cache),
+        image_files.save_image_cache,
+        functools.partial(call_cache, image_files.save_image_cache),
         {"cache": ENCODED, "path": OUTPUT, "model": MODEL},
     ),
     "load_image_cache": Surface(
-        image_cache.load_image_cache,
-        functools.partial(call_cache, image_cache.load_image_cache),
+        image_files.load_image_cache,
+        functools.partial(call_cache, image_files.load_image_cache),
         {"path": OUTPUT, "model": MODEL},
     ),
     **{
@@ -470,7 +471,7 @@ INTERNAL = {
 def test_every_public_function_has_a_table():
     """A new function, method or configuration that nobody asked about."""
     tabled = {surface.function for surface in SURFACES.values()}
-    modules = (hf_xattn, importers, image_cache, web)
+    modules = (hf_xattn, importers, image_cache, image_files, web)
     assert image_limits.ImageLimits in tabled
     public = [getattr(module, name) for module in modules for name in module.__all__]
     models = (XAttnModel, XAttnForConditionalGeneration)
