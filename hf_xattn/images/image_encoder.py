@@ -260,7 +260,8 @@ class ImageEncoder:
         if stored is not None:
             return StoredImages(stored, layout)
         # Also where the real tokens are taken: compiled code reads padding, too.
-        return NewImages(_without_padding_tokens(features, token_mask).flatten(1, 2), layout)
+        features = features if token_mask is None else _without_padding_tokens(features, token_mask)
+        return NewImages(features.flatten(1, 2), layout)
 
     def _features_of(self, images: ImageInputs, real: torch.Tensor | None = None) -> torch.Tensor:
         """`(R, n, tokens, context_size)` of pixels or tower outputs; features as given.
@@ -270,7 +271,7 @@ class ImageEncoder:
         assert images.images is not None
         if not images.pass_connector:
             return images.images
-        encoded, shape, places = real, images.images.shape[:2], real_places(real)
+        encoded, shape, places = real, images.images.shape[:2], None if real is None else real_places(real)
         if places is not None and real is not None:
             encoded = None if places else real[:1, :1]
             places = places or [(0, 0)]  # a padding image: other processes may wait until one is encoded
@@ -278,7 +279,7 @@ class ImageEncoder:
         given = images.images
         assert given is not None
         if images.name == "pixel_values":
-            pixels = _without_padding_images(given, encoded)
+            pixels = given if encoded is None else _without_padding_images(given, encoded)
             features = self.outputs(pixels, images.tiles, images.positions, skips_padding=True)[1]
         else:
             features = self._of_tower_outputs(images, encoded)

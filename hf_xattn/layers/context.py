@@ -101,7 +101,7 @@ class ImageTokens(ModelOutput):
         null_key = config.quiet_softmax and first
         if layout is None:
             return cls(states=states, null_key=null_key)
-        real = real_tokens(layout, states.shape[0])
+        real = None if layout.token_mask is None else real_tokens(layout, states.shape[0])
         places = None if config.position == "none" else places_in_images(layout.sizes, states.device)
         if real is None:
             return cls(states=states, places=places, null_key=null_key)

@@ -67,7 +67,11 @@ def run_kernel(
     assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
     interface, mask, name = _interface(module.config, mask, query, key, position_bias, output_attentions)
     query = query.to(key.dtype)
-    if name == "sdpa" and position_bias is None and (shared_mask or attends_unfolded(query, key, mask, group)):
+    if (
+        name == "sdpa"
+        and position_bias is None
+        and (shared_mask or (query.device.type == UNFOLDED_ON and attends_unfolded(query, key, mask, group)))
+    ):
         return _attend_unfolded(query, key, value, mask, group, dropout, module.scaling), None
     if mask is not None and mask.shape[2] not in (1, query.shape[2]):
         mask = mask.repeat_interleave(group, dim=2)
