@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from .cache.cross_cache import CrossCache
 from .cache.image_layout import rows_to
-from .cache.int8_cache import check_no_gradient, check_not_training
+from .cache.states import check_no_gradient, check_not_training
 from .cache.text_progress import TextProgress
 from .cache.visibility import Samples, decide_visibility
 from .cache.xattn_cache import XAttnCache
@@ -215,7 +215,7 @@ def find_images(model: Any, call: Call) -> ImagesOfCall | None:
 
 
 def _check_gradients(cross: CrossCache, call: Call) -> None:
-    """Raises a `ValueError` for cached images in int8 where gradients are asked for."""
+    """Raises a `ValueError` for cached images that were rounded, where gradients are asked for."""
     if call.trains:
         check_not_training(cross.cache_dtype)
     if isinstance(call.images, ImageInputs) and call.images.images is not None:

@@ -23,11 +23,12 @@ from .learning.stand_in import XAttnStandInMixin
 from .packing.packed_rows import XAttnPackingMixin
 from .parts import grid_code, perceiver, position_bias, tiles
 from .parts.image_positions import XAttnNumberingMixin
+from .storage import int8_states
 from .storage.model_store import XAttnStoreDelegationMixin, XAttnStoreMixin
 
 
-# These register themselves, by the names that a configuration has for them.
-REGISTERED = (grid_code, perceiver, position_bias, tiles)
+# These register themselves, by the names that a configuration, or `cache_dtype`, has for them.
+REGISTERED = (grid_code, int8_states, perceiver, position_bias, tiles)
 
 
 class XAttnExtrasMixin(

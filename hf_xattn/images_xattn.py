@@ -16,7 +16,7 @@ from transformers.utils import logging
 from .cache.cross_cache import CrossCache, KeyValue, append, check_fits
 from .cache.image_cache import ImageCache
 from .cache.image_layout import ImageLayout
-from .cache.int8_cache import as_stored, check_cache_dtype, check_no_gradient
+from .cache.states import as_stored, check_cache_dtype, check_no_gradient
 from .cache.visibility import Samples
 from .cache.xattn_cache import XAttnCache
 from .configuration_xattn import XAttnConfig
@@ -200,7 +200,7 @@ class XAttnImagesMixin:
             cache (`EncoderDecoderCache`, *optional*): append the images to this cache, in place. Images that
                 it holds already are not encoded again: see `forward`.
             cache_dtype (`str`, *optional*): `"int8"` keeps keys and values in int8, each token and head with a scale
-                of its own (see `cache/int8_cache.py`): about half as many bytes as in bfloat16. For inference, so
+                of its own (see `storage/int8_states.py`): about half as many bytes as in bfloat16. For inference, so
                 under `torch.no_grad()` only. None: the dtype that the model computes in; or that of the images in
                 `cache`, or of the image store.
 

@@ -6,7 +6,7 @@ python examples/benchmarks/int8_images.py --demo OUTPUT [--count N]          # a
 OUTPUT is the folder of a finished `hf-xattn demo` without `--language-model`. Its held-out pictures are read
 twice, the second time with an image store in int8. Times are medians of runs that take turns. Three ways are timed:
 keys and values in the model's dtype, int8 as the package reads it, and int8 that is always dequantised first
-(`multiplies_few` in `hf_xattn/cache/int8_cache.py` says no).
+(`multiplies_few` in `hf_xattn/storage/int8_states.py` says no).
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from transformers.cache_utils import DynamicCache
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
 from hf_xattn.cache.cross_cache import CrossCache
 from hf_xattn.cache.image_layout import ImageLayout
-from hf_xattn.cache.int8_cache import quantize
-from hf_xattn.layers import kernels
 from hf_xattn.layers.context import CrossAttentionContext
+from hf_xattn.storage.int8_states import Int8States
 
 
 WAYS = ("plain", "int8", "dequantised")
@@ -41,12 +40,12 @@ WAYS = ("plain", "int8", "dequantised")
 
 @contextmanager
 def dequantised_first() -> Iterator[None]:
-    rule = kernels.multiplies_few
-    kernels.multiplies_few = lambda query: False
+    rule = Int8States.multiplies_few
+    Int8States.multiplies_few = staticmethod(lambda query: False)
     try:
         yield
     finally:
-        kernels.multiplies_few = rule
+        Int8States.multiplies_few = staticmethod(rule)
 
 
 def _ways(call: Callable[[Any], Any], plain: Any, small: Any) -> dict[str, Callable[[], Any]]:
@@ -73,7 +72,7 @@ def attention(repeats: int, quick: bool) -> list[dict[str, Any]]:
             pair = tuple(torch.randn(rows, KV_HEADS, tokens, HEAD_DIM, device=DEVICE, dtype=dtype) for _ in range(2))
             text = torch.randn(rows, 1, 64, device=DEVICE, dtype=dtype)
             contexts = []
-            for states in (pair, tuple(map(quantize, pair))):
+            for states in (pair, tuple(map(Int8States.quantize, pair))):
                 cache = CrossCache()
                 cache.fill(ImageLayout.of((tokens,), text.device), [states])
                 contexts.append(CrossAttentionContext(cache=cache))

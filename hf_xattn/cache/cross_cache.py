@@ -5,7 +5,7 @@ an image row, and attention folds them into one query axis. The length of this c
 
 The cache holds keys and values for all blocks and their layout, or nothing. Only [`CrossCache.fill`] adds images, for
 all blocks at once. Tensors are replaced and never written into, so several caches can share the keys and values of an
-image. Keys and values are in the dtype of the model, or in int8 with scales (see `cache/int8_cache.py`).
+image. Keys and values are in the dtype of the model, or in another form (see `cache/states.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .image_layout import ImageLayout
-from .int8_cache import INT8, Int8States, States, concatenate, map_states
 from .pytrees import Note
+from .states import FORMS, States, StoredStates, check_cache_dtype, concatenate, map_states
 
 
 KeyValue = tuple[States, States]
@@ -30,8 +30,9 @@ class CrossAttentionLayer(DynamicLayer):
 
     Attributes:
         keys, values (`torch.Tensor`): `(image rows, num_key_value_heads, num_image_tokens, head_dim)`. With
-            `quiet_softmax` the null key is in front of the image tokens. In an int8 cache the steps of [`Int8States`].
-        key_scales, value_scales (`torch.FloatTensor`, *optional*): the scales of an int8 cache.
+            `quiet_softmax` the null key is in front of the image tokens. Of another form the steps of [`StoredStates`].
+        key_scales, value_scales (`torch.FloatTensor`, *optional*): their scales.
+        cache_dtype (`str`, *optional*): the name of their form; None for the dtype that the model computed in.
         dtype (`torch.dtype`): of the keys and values that attention gets.
         device (`torch.device`): where the block runs.
     """
@@ -45,12 +46,8 @@ class CrossAttentionLayer(DynamicLayer):
         self.dtype, self.device = key.dtype, key.device
         self.keys, self.key_scales = _tensors_of(key)
         self.values, self.value_scales = _tensors_of(value)
+        self.cache_dtype = key.form if isinstance(key, StoredStates) else None
         self.is_initialized = True
-
-    @property
-    def cache_dtype(self) -> str | None:
-        """`"int8"`, or None for the dtype that the model computed in."""
-        return None if self.key_scales is None else INT8
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -69,11 +66,10 @@ class CrossAttentionLayer(DynamicLayer):
 
     def stored(self) -> KeyValue:
         """Returns keys and values where they are stored."""
-        if self.key_scales is None or self.value_scales is None:
+        if self.cache_dtype is None or self.key_scales is None or self.value_scales is None:
             return self.keys, self.values
-        return Int8States(self.keys, self.key_scales, self.dtype), Int8States(
-            self.values, self.value_scales, self.dtype
-        )
+        form = FORMS[self.cache_dtype]
+        return form(self.keys, self.key_scales, self.dtype), form(self.values, self.value_scales, self.dtype)
 
     def read(self) -> KeyValue:
         """Returns keys and values on the block's device. Offloaded ones are copied and stay offloaded."""
@@ -105,8 +101,8 @@ class CrossCache(DynamicCache):
     """Images of a batch, for all blocks.
 
     Args:
-        cache_dtype (`str`, *optional*): `"int8"` for keys and values in int8; None for the dtype that the model
-            computes in.
+        cache_dtype (`str`, *optional*): the form of keys and values, such as `"int8"`; None for the dtype that the
+            model computes in.
 
     Attributes:
         layers (`list[CrossAttentionLayer]`): one for each block; empty if there are no images.
@@ -119,7 +115,7 @@ class CrossCache(DynamicCache):
 
     def __init__(self, cache_dtype: str | None = None):
         super().__init__()
-        self._dtype_of_first = cache_dtype
+        self._dtype_of_first = check_cache_dtype("cache_dtype", cache_dtype)
         self.layers: list[CrossAttentionLayer] = []  # type: ignore[assignment]  # of any kind there
         self.layout: ImageLayout | None = None
         self._maker: Note[str | None] = Note(None)
@@ -143,7 +139,7 @@ class CrossCache(DynamicCache):
 
     @property
     def cache_dtype(self) -> str | None:
-        """`"int8"` if keys and values are in int8, or will be; None for the dtype that the model computes in."""
+        """The form that keys and values have, or will have; None for the dtype that the model computes in."""
         return self.layers[0].cache_dtype if self.layers else self._dtype_of_first
 
     @property
@@ -246,7 +242,7 @@ def append(cached: KeyValue | None, new: KeyValue) -> KeyValue:
 
 
 def _tensors_of(states: States) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return (states.steps, states.scales) if isinstance(states, Int8States) else (states, None)
+    return (states.steps, states.scales) if isinstance(states, StoredStates) else (states, None)
 
 
 def check_fits(cache: CrossCache, num_blocks: int, num_key_value_heads: int, head_dim: int) -> None:

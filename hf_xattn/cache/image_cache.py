@@ -40,9 +40,7 @@ class ImageCache(XAttnCache):
 
     def fork(self, self_attention_cache: Cache) -> XAttnCache:
         """Returns a cache with the same images and another self-attention half. The images are not copied."""
-        fork = XAttnCache(self_attention_cache, self.cross_attention_cache.shared())
-        fork.mark_updated(len(self.cross_attention_cache.layers))
-        return fork
+        return XAttnCache(self_attention_cache, self.cross_attention_cache.shared())
 
 
 def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCache:
@@ -64,13 +62,7 @@ def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCac
         raise IndexError(f"Expected `rows` from 0 to {count - 1}, the image rows of `cache`, got {outside}.")
     chosen = cross.shared()
     chosen.select(rows, layout.select(rows, count))
-    return image_cache_of(chosen, empty_like(cache.self_attention_cache))
-
-
-def image_cache_of(cross: CrossCache, self_attention_cache: Cache) -> ImageCache:
-    cache = ImageCache(self_attention_cache, cross)
-    cache.mark_updated(len(cross.layers))
-    return cache
+    return ImageCache(empty_like(cache.self_attention_cache), chosen)
 
 
 def empty_like(cache: Cache) -> Cache:

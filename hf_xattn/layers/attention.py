@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache.int8_cache import States, dense
 from ..cache.real_tokens import RealTokens
+from ..cache.states import States, dense
 from ..configuration_xattn import CrossAttentionConfig
 from ..utils.distributed import is_distributed
 from ..utils.parts import POSITIONS
@@ -189,7 +189,7 @@ class GatedCrossAttention(nn.Module):
         Args:
             hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`; text rows `i * r ... i * r + r - 1` look at image
                 row `i`. With `context.slots`, text rows of any number and order: their queries go to their slots.
-            key, value (`torch.Tensor` or [`Int8States`]): `(R, num_key_value_heads, N or N + 1, head_dim)`.
+            key, value (`torch.Tensor` or [`StoredStates`]): `(R, num_key_value_heads, N or N + 1, head_dim)`.
         """
         text_rows, text_len = hidden_states.shape[:2]
         rows, kv_heads = key.shape[:2]

@@ -2,7 +2,7 @@
 
 - transformers' attention interface: SDPA, flash and flex attention, or a user's own kernel. `eager` is here, because
   the folded layout needs no repeated keys.
-- Keys and values in int8 are multiplied as they are (`cache/int8_cache.py`).
+- Keys and values in a form of fewer bytes are multiplied as they are, if there are few queries (`cache/states.py`).
 - One text position an image on a GPU, where SDPA reads more of the memory's bandwidth with the heads unfolded
   (`examples/benchmarks/decode_attention.py`).
 """
@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
-from ..cache.int8_cache import Int8States, States, attend, dense, multiplies_few
+from ..cache.states import States, StoredStates, dense
 
 
 logger = logging.get_logger(__name__)
@@ -46,7 +46,7 @@ def run_kernel(
     Args:
         module ([`GatedCrossAttention`]): its `config` names the kernel, its `scaling` is the factor of the scores.
         query (`torch.Tensor`): `(R, K, r * T * G, D)`.
-        key, value (`torch.Tensor` or [`Int8States`]): `(R, K, N, D)`.
+        key, value (`torch.Tensor` or [`StoredStates`]): `(R, K, N, D)`.
         mask (`torch.BoolTensor`, *optional*): True = attend; `(R, 1, 1, N)`, `(R, 1, r * T, N)` or `(R, 1, r * T * G,
             N)`.
         position_bias (`torch.Tensor`, *optional*): `(R, K, r * T * G, N)`.
@@ -56,12 +56,12 @@ def run_kernel(
         `(output, weights)`: `(R, r * T * G, K, D)`, and `(R, K, r * T * G, N)` if `output_attentions`, else None.
     """
     shared_mask = mask is not None and mask.shape[2] not in (1, query.shape[2])
-    if isinstance(key, Int8States) and isinstance(value, Int8States):
+    if isinstance(key, StoredStates):
         name = module.config._attn_implementation or "sdpa"
-        if name in ("sdpa", "eager") and not dropout and multiplies_few(query):
+        if name in ("sdpa", "eager") and not dropout and key.multiplies_few(query):
             if shared_mask and mask is not None:
                 mask = mask.repeat_interleave(group, dim=2)
-            output, weights = attend(query, key, value, mask, module.scaling, position_bias)
+            output, weights = key.attend(query, value, mask, module.scaling, position_bias)
             return output, weights if output_attentions else None
         key, value = dense(key), dense(value)
     assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)

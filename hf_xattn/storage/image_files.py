@@ -18,14 +18,15 @@ from transformers.cache_utils import DynamicCache
 from ..cache import image_cache
 from ..cache.cross_cache import CrossCache
 from ..cache.digests import Digests
-from ..cache.image_cache import ImageCache, empty_like, image_cache_of, images_of
+from ..cache.image_cache import ImageCache, empty_like, images_of
 from ..cache.image_layout import ImageLayout, rows_to
-from ..cache.int8_cache import INT8, Int8States, States, concatenate, map_states
+from ..cache.states import States, concatenate, map_states
 from ..cache.xattn_cache import XAttnCache
 from ..utils.checkpoint_files import Stored, check_path, read_headers, short
 from ..utils.distributed import is_split
 from ..utils.tensor_checks import type_name
 from ..utils.whole_folder import whole_file
+from .int8_states import INT8, Int8States
 
 
 FORMAT = "hf_xattn image cache 4"
@@ -38,8 +39,7 @@ KINDS_OF_DIGESTS = ("pixel_values", "vision_features", "cross_attention_states")
 class _Model(Protocol):
     """What this file needs of a model."""
 
-    @property
-    def config(self) -> Any: ...
+    config: Any
 
     @property
     def blocks(self) -> list[Any]: ...
@@ -88,7 +88,7 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
         keys_values.append((key, value))
     combined = CrossCache()
     combined.fill(layout, keys_values, makers.pop())
-    return image_cache_of(combined, empty_like(caches[0].self_attention_cache))
+    return ImageCache(empty_like(caches[0].self_attention_cache), combined)
 
 
 def _check_model(model: Any) -> None:
@@ -189,7 +189,7 @@ def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
             raise ValueError(f"{path} is damaged: it has no {error.args[0]}.") from error
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, SafetensorError) as error:
             raise ValueError(f"{path} is damaged: {error}.") from error
-    return image_cache_of(cross, DynamicCache(config=model.config.get_text_config(decoder=True)))
+    return ImageCache(DynamicCache(config=model.config.get_text_config(decoder=True)), cross)
 
 
 def _cross_of_file(
@@ -317,9 +317,7 @@ def _combine_digests(parts: list[tuple[Digests, ...] | None]) -> tuple[Digests, 
     return (Digests(widest.of, widest.dtype, torch.cat(values), torch.cat(real), widest.sizes),)
 
 
-# Scripts for earlier versions import these from the file of the class.
-vars(image_cache).update(
-    combine_images=combine_images, load_image_cache=load_image_cache, save_image_cache=save_image_cache
-)
-
 __all__ = ["combine_images", "load_image_cache", "save_image_cache"]
+
+# Scripts for earlier versions import them from the file of the class.
+vars(image_cache).update({name: globals()[name] for name in __all__})

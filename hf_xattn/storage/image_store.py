@@ -8,7 +8,7 @@ keys and values in every block. A call may combine stored and new images in any 
   `cache/digests.py` are not enough: here a collision would show one user's image to another user.
 - Stored images are valid for one state of the weights and devices (see `checkpoints/model_identity.py`). The first
   call after a change drops all of them.
-- With `dtype="int8"` images are stored in int8 (see `cache/int8_cache.py`). The call that encodes an image uses the
+- With `dtype="int8"` images are stored in int8 (see `storage/int8_states.py`). The call that encodes an image uses the
   stored values, so its answer is equal to later answers.
 """
 
@@ -26,7 +26,7 @@ import torch
 
 from ..cache.cross_cache import CrossCache, KeyValue, append
 from ..cache.image_layout import ImageLayout
-from ..cache.int8_cache import States, as_stored, check_cache_dtype, map_states
+from ..cache.states import States, as_stored, check_cache_dtype, map_states
 from ..images.image_inputs import ImageInputs
 from ..images.vision import token_mask_of
 from ..utils.tensor_checks import type_name

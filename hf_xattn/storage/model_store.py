@@ -38,7 +38,7 @@ class XAttnStoreMixin:
 
         Args:
             max_bytes (`int`): bytes that keys and values may take. An existing store keeps the images that fit.
-            dtype (`str`, *optional*): `"int8"` stores images in int8 (see `cache/int8_cache.py`): about half as many
+            dtype (`str`, *optional*): `"int8"` stores images in int8 (see `storage/int8_states.py`): about half as many
                 bytes as in bfloat16. New caches of calls that use the store are in int8, too. None: the dtype that the
                 model computes in. A store that exists drops all images if its dtype changes.
 

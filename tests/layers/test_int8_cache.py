@@ -9,18 +9,22 @@ import pytest
 import torch
 from attention_inputs import BATCH, HIDDEN, TEXT_LEN, inputs, make_layer, make_mask
 from int8_rounding import both, by_hand
-from tiny_models import make_model, pixels
+from tiny_models import make_model, pixels, token_ids
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_xattn.cache import int8_cache
 from hf_xattn.cache.cross_cache import CrossAttentionLayer, CrossCache
+from hf_xattn.cache.image_cache import select_images
 from hf_xattn.cache.image_layout import ImageLayout
-from hf_xattn.cache.int8_cache import Int8States, quantize
+from hf_xattn.cache.states import FORMS, StoredStates
 from hf_xattn.layers.context import CrossAttentionContext, Recorder
 from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
 from hf_xattn.layers.kernels import eager_attention_forward
+from hf_xattn.storage import int8_states
+from hf_xattn.storage.image_files import combine_images
+from hf_xattn.storage.int8_states import Int8States
 
 
+quantize = Int8States.quantize
 HALVES = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # relative error of a value
 
 
@@ -104,7 +108,7 @@ def test_layer_equals_one_that_reads_rounded_floats(fields, way, monkeypatch):
     """A scale at the wrong token, head or side of a product; masked tokens, null keys and biases that the products in
     int8 forget.
     """
-    monkeypatch.setattr("hf_xattn.layers.kernels.multiplies_few", lambda query: way == "attend")
+    monkeypatch.setattr(Int8States, "multiplies_few", staticmethod(lambda query: way == "attend"))
     for implementation, repeats, text_len, wants in itertools.product(
         ("sdpa", "eager"), (1, 2), (1, TEXT_LEN), (None, True)
     ):
@@ -142,7 +146,7 @@ def attention_in_float64(query, key, value, scaling, mask=None, bias=None):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_products_against_float64(dtype, native, monkeypatch):
     """Parts of the tokens that are left out or counted twice; sums of steps that overflow float16."""
-    monkeypatch.setattr(int8_cache, "multiplies_natively", lambda dtype: native)
+    monkeypatch.setattr(int8_states, "multiplies_natively", lambda dtype: native)
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(2, 3, 4, 32, generator=generator).to(dtype)
     key, value = (torch.randn(2, 3, 700, 32, generator=generator).to(dtype) for _ in range(2))
@@ -151,8 +155,8 @@ def test_products_against_float64(dtype, native, monkeypatch):
     mask = torch.rand(2, 1, 4, 700, generator=generator) < 0.8
     bias = torch.randn(2, 3, 4, 700, generator=generator).to(dtype)
     for many, (given_mask, given_bias) in itertools.product((2**22, 1), ((None, None), (mask, None), (mask, bias))):
-        monkeypatch.setattr(int8_cache, "BYTES_AT_ONCE", many)  # all tokens at once; 256, 256 and 188
-        output, weights = int8_cache.attend(query, quantize(key), quantize(value), given_mask, 0.2, given_bias)
+        monkeypatch.setattr(int8_states, "BYTES_AT_ONCE", many)  # all tokens at once; 256, 256 and 188
+        output, weights = quantize(key).attend(query, quantize(value), given_mask, 0.2, given_bias)
         expected, expected_weights = attention_in_float64(query, key, value, 0.2, given_mask, given_bias)
         assert output.dtype == weights.dtype == dtype and output.shape == (2, 4, 3, 32)
         rounds = 1e-5 if dtype == torch.float32 else 0.02
@@ -164,7 +168,7 @@ def test_products_against_float64(dtype, native, monkeypatch):
 def test_conversion_in_parts(monkeypatch):
     """Tokens of half-precision states that no part converts."""
     states = torch.randn(2, 3, 700, 16).to(torch.bfloat16)
-    monkeypatch.setattr(int8_cache, "BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(int8_states, "BYTES_AT_ONCE", 1)
     rounded = quantize(states)
     assert torch.equal(rounded.dequantized(), torch.tensor(by_hand(states)[2]).to(torch.bfloat16))
 
@@ -175,7 +179,8 @@ def test_which_calls_multiply_in_int8(monkeypatch):
     values.
     """
     calls, kernels = [], []
-    monkeypatch.setattr("hf_xattn.layers.kernels.attend", lambda *args: calls.append(1) or int8_cache.attend(*args))
+    attend = Int8States.attend
+    monkeypatch.setattr(Int8States, "attend", lambda *args: calls.append(1) or attend(*args))
     hidden, states = inputs()
 
     def users_kernel(module, query, key, value, *args, **kwargs):
@@ -268,3 +273,31 @@ def test_a_cache_holds_what_was_rounded_by_hand(dtype):
             assert torch.equal(states.dequantized(), rounded) and states.dtype == given.dtype == dtype
             assert np.array_equal(states.steps.numpy(), by_hand(given)[0])
             assert not torch.equal(rounded, given), "the model does round"
+
+
+class HalfStates(StoredStates):
+    """Every value as half a step."""
+
+    form = "halves"
+
+    @classmethod
+    def quantize(cls, states):
+        return cls(states / 2, torch.full_like(states[..., :1], 2), states.dtype)
+
+    def dequantized(self):
+        return self.steps * self.scales
+
+
+@torch.no_grad()
+def test_another_form_takes_the_same_way(monkeypatch):
+    """A core that knows int8 by its name."""
+    monkeypatch.setitem(FORMS, "halves", HalfStates)
+    model, ids = make_model(), token_ids(2)
+    plain, halves = (model.encode_images(pixels(2, 2), cache_dtype=name) for name in (None, "halves"))
+    assert halves.cache_dtype == "halves" and halves.nbytes > plain.nbytes
+    expected = model(ids, cache=plain).logits
+    chosen = select_images(combine_images([halves, halves]), [2, 1])
+    assert chosen.cache_dtype == "halves"
+    assert torch.equal(model(ids, cache=chosen).logits, expected)
+    with pytest.raises(ValueError, match='to be "int8" or "halves" or None .*, got \'quarters\''):
+        CrossCache("quarters")
