@@ -302,7 +302,7 @@ def make_context(
         cache=cross,
         mask=mask,
         visible=visible,
-        slots=None if rows is None else Slots(rows.slots, rows.places),
+        slots=None if rows is None else Slots(rows.slots, rows.slot_of_row),
         positions=positions,
         recorder=None if images.unseen else Recorder(call.output_attentions),
     )

@@ -18,7 +18,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .image_layout import ImageLayout
-from .pytrees import Note
+from .pytrees import UnexportedValue
 from .states import FORMS, States, StoredStates, check_cache_dtype, concatenate, map_states
 
 
@@ -94,7 +94,9 @@ class CrossAttentionLayer(DynamicLayer):
         return tensor.to(self.device, non_blocking=True)
 
 
-State: TypeAlias = "tuple[list[CrossAttentionLayer], ImageLayout | None, Note[str | None], Note[str | None]]"
+State: TypeAlias = (
+    "tuple[list[CrossAttentionLayer], ImageLayout | None, UnexportedValue[str | None], UnexportedValue[str | None]]"
+)
 
 
 class CrossCache(DynamicCache):
@@ -118,8 +120,8 @@ class CrossCache(DynamicCache):
         self._dtype_of_first = check_cache_dtype("cache_dtype", cache_dtype)
         self.layers: list[CrossAttentionLayer] = []  # type: ignore[assignment]  # of any kind there
         self.layout: ImageLayout | None = None
-        self._maker: Note[str | None] = Note(None)
-        self._reader: Note[str | None] = Note(None)
+        self._maker: UnexportedValue[str | None] = UnexportedValue(None)
+        self._reader: UnexportedValue[str | None] = UnexportedValue(None)
 
     @property
     def made_by(self) -> str | None:
@@ -127,7 +129,7 @@ class CrossCache(DynamicCache):
 
     @made_by.setter
     def made_by(self, identity: str | None) -> None:
-        self._maker = Note(identity)
+        self._maker = UnexportedValue(identity)
 
     @property
     def read_by(self) -> str | None:
@@ -135,7 +137,7 @@ class CrossCache(DynamicCache):
 
     @read_by.setter
     def read_by(self, folder: str | None) -> None:
-        self._reader = Note(folder)
+        self._reader = UnexportedValue(folder)
 
     @property
     def cache_dtype(self) -> str | None:

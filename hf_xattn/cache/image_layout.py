@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .digests import Digests
-from .pytrees import Note, dataclass_node
+from .pytrees import UnexportedValue, dataclass_node
 
 
 @dataclass_node
@@ -33,7 +33,7 @@ class ImageLayout:
 
     def __post_init__(self) -> None:
         # What `cache/real_tokens.py` has read of the masks, in a tuple; None if it has not yet.
-        self.real_tokens: Note[Any] = Note(None)
+        self.real_tokens: UnexportedValue[Any] = UnexportedValue(None)
 
     @classmethod
     def of(

@@ -26,7 +26,7 @@ class Unexported:
     __slots__ = ("__dict__",)
 
 
-class Note(Unexported, Generic[T]):
+class UnexportedValue(Unexported, Generic[T]):
     """One value that exporters do not see. If an exported program has returned the cache, there is no `value`."""
 
     __slots__ = ("value",)

@@ -21,29 +21,29 @@ from .image_layout import ImageLayout, rows_to
 class RealTokens(NamedTuple):
     """Where the real tokens of a batch stand."""
 
-    places: torch.Tensor  # `(2, M)`, row and column of each
+    coordinates: torch.Tensor  # `(2, M)`, row and column of each
     shape: tuple[int, int]  # R and N
 
     def take(self, states: torch.Tensor) -> torch.Tensor:
         """`(R, N, width)` to `(1, M, width)`."""
-        rows, columns = self.places.to(states.device)
+        rows, columns = self.coordinates.to(states.device)
         return states[rows, columns][None]
 
     def spread(self, states: torch.Tensor, null_token: bool) -> torch.Tensor:
         """`(1, M, heads, width)` to a contiguous `(R, heads, N, width)`. Padding and null token are zeros."""
-        (rows, columns), (num_rows, num_tokens) = self.places.to(states.device), self.shape
+        (rows, columns), (num_rows, num_tokens) = self.coordinates.to(states.device), self.shape
         _, _, heads, width = states.shape
         padded = states.new_zeros(num_rows, heads, num_tokens + null_token, width)
         padded[rows, :, columns + int(null_token)] = states[0]
         return padded
 
 
-def real_places(real: torch.Tensor | None) -> list[tuple[int, int]] | None:
+def real_coordinates(real: torch.Tensor | None) -> list[tuple[int, int]] | None:
     """The (row, image) of each real image in `(R, n)`, or None if all are real."""
     if real is None or not has_values(real):
         return None
-    places = [(row, image) for row, image in real.nonzero().tolist()]
-    return None if len(places) == real.numel() else places
+    coordinates = [(row, image) for row, image in real.nonzero().tolist()]
+    return None if len(coordinates) == real.numel() else coordinates
 
 
 def real_tokens(layout: ImageLayout, rows: int) -> RealTokens | None:
@@ -53,7 +53,7 @@ def real_tokens(layout: ImageLayout, rows: int) -> RealTokens | None:
         return None
     if getattr(layout.real_tokens, "value", None) is None:
         real = rows_to(mask, max(rows, mask.shape[0])).unflatten(0, (rows, -1)).any(dim=1)
-        places = torch.stack(real.nonzero(as_tuple=True))
-        some = 0 < places.shape[1] < real.numel()
-        layout.real_tokens.value = (RealTokens(places, (real.shape[0], real.shape[1])) if some else None,)
+        coordinates = torch.stack(real.nonzero(as_tuple=True))
+        some = 0 < coordinates.shape[1] < real.numel()
+        layout.real_tokens.value = (RealTokens(coordinates, (real.shape[0], real.shape[1])) if some else None,)
     return layout.real_tokens.value[0]

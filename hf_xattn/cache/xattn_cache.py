@@ -25,7 +25,7 @@ from transformers.utils import logging
 from ..utils.tensor_checks import type_name
 from ..utils.transformers_api import DummyLayer, empty_dynamic_layers
 from .cross_cache import CrossCache, is_empty
-from .pytrees import Note
+from .pytrees import UnexportedValue
 from .text_progress import History, TextProgress
 
 
@@ -79,8 +79,9 @@ class XAttnCache(EncoderDecoderCache):
 
     def _begin(self) -> None:
         self.progress = TextProgress(history=History(None, (), 0))
-        self._rows: Note[int | None] = Note(None)
-        self._images_at: Note[tuple[int, int]] = Note((-1, 0))  # where the text of the last images begins and ends
+        self._rows: UnexportedValue[int | None] = UnexportedValue(None)
+        # Where the text of the last images begins and ends.
+        self._images_at: UnexportedValue[tuple[int, int]] = UnexportedValue((-1, 0))
         self._lost_marker = False  # whether text with an image marker was removed
         self.text_length: torch.Tensor | None = None
         self.text_padding: torch.Tensor | None = None
@@ -127,7 +128,7 @@ class XAttnCache(EncoderDecoderCache):
 
     @text_rows.setter
     def text_rows(self, rows: int | None) -> None:
-        self._rows = Note(rows)
+        self._rows = UnexportedValue(rows)
 
     @property
     def holds_no_text(self) -> bool:
@@ -141,7 +142,7 @@ class XAttnCache(EncoderDecoderCache):
         """
         if not self.is_stateful() and not torch.compiler.is_compiling():
             length = int(self.get_seq_length())
-            self._images_at = Note((length - text_len, length + coming))
+            self._images_at = UnexportedValue((length - text_len, length + coming))
 
     def check_images_read(self, all_see: bool) -> None:
         """Raises a `ValueError` if the text of the last images was removed: new images would come behind them.

@@ -14,7 +14,7 @@ from ..cache.cross_cache import CrossCache, KeyValue
 from ..cache.digests import Digests, digests_of
 from ..cache.image_layout import ImageLayout, rows_to
 from ..cache.pytrees import dataclass_node
-from ..cache.real_tokens import real_places
+from ..cache.real_tokens import real_coordinates
 from ..configuration_xattn import XAttnConfig
 from ..layers.image_rows import ImageRows
 from ..utils.distributed import check_callable, has_units, is_distributed
@@ -162,8 +162,8 @@ class ImageEncoder:
             features = features.flatten(2).transpose(1, 2)
         if self.config.vision_feature_select_strategy == "default":
             features = features[:, 1:]  # without the class token
-        places = {} if positions is None else {"positions": positions.flatten()}
-        return self.connector(features, **places).unflatten(0, images)
+        of_images = {} if positions is None else {"positions": positions.flatten()}
+        return self.connector(features, **of_images).unflatten(0, images)
 
     def _of_tower_outputs(self, images: ImageInputs, real: torch.Tensor | None) -> torch.Tensor:
         """`vision_features` to `(R, n, tokens an image, context_size)`; `real` `(R, n)` is False for padding images.
@@ -271,11 +271,11 @@ class ImageEncoder:
         assert images.images is not None
         if not images.pass_connector:
             return images.images
-        encoded, shape, places = real, images.images.shape[:2], None if real is None else real_places(real)
-        if places is not None and real is not None:
-            encoded = None if places else real[:1, :1]
-            places = places or [(0, 0)]  # a padding image: other processes may wait until one is encoded
-            images = images.at(places)
+        encoded, shape, coordinates = real, images.images.shape[:2], None if real is None else real_coordinates(real)
+        if coordinates is not None and real is not None:
+            encoded = None if coordinates else real[:1, :1]
+            coordinates = coordinates or [(0, 0)]  # a padding image: other processes may wait until one is encoded
+            images = images.at(coordinates)
         given = images.images
         assert given is not None
         if images.name == "pixel_values":
@@ -283,7 +283,7 @@ class ImageEncoder:
             features = self.outputs(pixels, images.tiles, images.positions, skips_padding=True)[1]
         else:
             features = self._of_tower_outputs(images, encoded)
-        return features if places is None else _at_places(features, places, shape)
+        return features if coordinates is None else _at_coordinates(features, coordinates, shape)
 
     def _digests(self, inputs: ImageInputs) -> Digests:
         images, name = inputs.images, inputs.name
@@ -307,10 +307,10 @@ class ImageEncoder:
         )
 
 
-def _at_places(images: torch.Tensor, places: list[tuple[int, int]], shape: tuple[int, ...]) -> torch.Tensor:
-    """Puts images `(count, 1, ...)` at their places (row, image) among `(R, n)`. Padding images are zeros."""
+def _at_coordinates(images: torch.Tensor, coordinates: list[tuple[int, int]], shape: tuple[int, ...]) -> torch.Tensor:
+    """Puts images `(count, 1, ...)` at their coordinates (row, image) among `(R, n)`. Padding images are zeros."""
     padded = images.new_zeros(*shape, *images.shape[2:])
-    rows, columns = torch.tensor(places, device=images.device).unbind(dim=1)
+    rows, columns = torch.tensor(coordinates, device=images.device).unbind(dim=1)
     padded[rows, columns] = images[:, 0]
     return padded
 

@@ -137,9 +137,9 @@ class ImageInputs:
         masks = {name: getattr(self, name) for name in ("image_mask", "token_mask", "text_mask")}
         return replace(self, **{name: mask.clone() for name, mask in masks.items() if mask is not None})
 
-    def at(self, places: list[tuple[int, int]]) -> ImageInputs:
-        """The images at `places` (row, image), one a row."""
-        index = torch.tensor(places)
+    def at(self, coordinates: list[tuple[int, int]]) -> ImageInputs:
+        """The images at `coordinates` (row, image), one a row."""
+        index = torch.tensor(coordinates)
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
             rows, images = index.to(tensor.device).unbind(dim=1)

@@ -122,7 +122,7 @@ class GatedCrossAttention(nn.Module):
             images = cross_attention
             assert images.states is not None
             # FSDP reads a module's outputs to know when its weights are needed again.
-            return self.project_key_value(images.states, bool(images.null_key), images.real, images.places), None
+            return self.project_key_value(images.states, bool(images.null_key), images.real, images.positions), None
         if cross_attention is None:
             if hidden_states is None or cross_attention_states is None:
                 raise ValueError(
@@ -151,7 +151,7 @@ class GatedCrossAttention(nn.Module):
         cross_attention_states: torch.Tensor,
         null_key: bool = False,
         real: RealTokens | None = None,
-        places: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Projects image tokens to keys and values, in the layout of transformers' caches.
 
@@ -159,8 +159,8 @@ class GatedCrossAttention(nn.Module):
             cross_attention_states (`torch.Tensor`): `(rows, num_image_tokens, context_size)`.
             null_key (`bool`): put the null key of quiet softmax in front. It adds 1 to the softmax's denominator.
             real ([`RealTokens`], *optional*): where the tokens stand, if they are the real ones of a padded batch.
-            places (`torch.LongTensor`, *optional*): `(1, num_image_tokens)`, of each token in its image, for a code of
-                positions; None stands for one image.
+            positions (`torch.LongTensor`, *optional*): `(1, num_image_tokens)`, of each token in its image, for a
+                position part; None stands for one image.
 
         Returns:
             two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, one token more with a
@@ -176,7 +176,7 @@ class GatedCrossAttention(nn.Module):
         if self.k_norm is not None:
             key = self.k_norm.normalize(key) if isinstance(self.k_norm, CrossAttentionKeyNorm) else self.k_norm(key)
         if self.position is not None:
-            key = with_position(self.position, "keys", key, places)
+            key = with_position(self.position, "keys", key, positions)
         if real is not None:
             return real.spread(key, null_key), real.spread(value, null_key)
         return _in_cache_layout(key, null_key), _in_cache_layout(value, null_key)
@@ -229,13 +229,13 @@ class GatedCrossAttention(nn.Module):
         # FSDP may gather the weights of these, which other processes use if their images have more tokens.
         return (self.q_norm is None and self.position is None) or not is_distributed()
 
-    def _queries(self, hidden_states: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    def _queries(self, hidden_states: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """`(B, T, num_attention_heads, head_dim)`."""
         query = self.q_proj(to_dtype_of(self.q_proj, hidden_states))
         query = query.view(*hidden_states.shape[:2], -1, self.head_dim)
         if self.position is not None:
             query = query if self.q_norm is None else self.q_norm(query)
-            return with_position(self.position, "queries", query, places)
+            return with_position(self.position, "queries", query, positions)
         if self.q_norm is None or self.k_norm is None:
             return query
         return self.k_norm(self.q_norm(query.to(torch.promote_types(query.dtype, torch.float32)))).to(query.dtype)
@@ -263,7 +263,7 @@ def _in_cache_layout(states: torch.Tensor, null_key: bool) -> torch.Tensor:
 def _of_text(tensor: torch.Tensor, context: CrossAttentionContext) -> torch.Tensor:
     """Puts output or weights back in the order of the text rows, and makes them zero for text that sees nothing."""
     if context.slots is not None:
-        tensor = tensor[context.slots.places]
+        tensor = tensor[context.slots.slot_of_row]
     if context.visible is None:
         return tensor
     return torch.where(context.visible if tensor.dim() == 3 else context.visible[:, None], tensor, 0)

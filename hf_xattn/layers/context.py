@@ -26,7 +26,7 @@ from ..configuration_xattn import CrossAttentionConfig
 from ..utils.tensor_checks import check_bool, check_tensor, type_name
 from .folded_mask import fold_mask
 from .image_rows import Slots
-from .positions import Positions, places_in_images, token_positions
+from .positions import Positions, positions_in_images, token_positions
 
 
 # Name of the keyword argument. No decoder of transformers has an argument of this name.
@@ -84,8 +84,8 @@ class ImageTokens(ModelOutput):
     """
 
     states: torch.Tensor | None = None  # `(R, N, context_size)`, or `(1, M, context_size)`, their real tokens alone
-    real: RealTokens | None = None  # places of the real tokens, if they alone are given
-    places: torch.Tensor | None = None  # `(1, N or M)`, of each token in its image; None for 0 ... N - 1
+    real: RealTokens | None = None  # where the real tokens stand, if they alone are given
+    positions: torch.Tensor | None = None  # `(1, N or M)`, of each token in its image; None for 0 ... N - 1
     null_key: bool | None = None  # whether the null key of quiet softmax comes in front of the keys
 
     @classmethod
@@ -102,11 +102,11 @@ class ImageTokens(ModelOutput):
         if layout is None:
             return cls(states=states, null_key=null_key)
         real = None if layout.token_mask is None else real_tokens(layout, states.shape[0])
-        places = None if config.position == "none" else places_in_images(layout.sizes, states.device)
+        positions = None if config.position == "none" else positions_in_images(layout.sizes, states.device)
         if real is None:
-            return cls(states=states, places=places, null_key=null_key)
-        places = None if places is None else places[:, real.places[1].to(places.device)]
-        return cls(states=real.take(states), real=real, places=places, null_key=null_key)
+            return cls(states=states, positions=positions, null_key=null_key)
+        positions = None if positions is None else positions[:, real.coordinates[1].to(positions.device)]
+        return cls(states=real.take(states), real=real, positions=positions, null_key=null_key)
 
 
 @dataclass

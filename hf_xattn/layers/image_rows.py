@@ -8,8 +8,8 @@ Attention folds the text rows of an image row into one query axis (see `layers/a
 number of slots for every image row: the largest number of text rows that one of them has. A slot that is left over
 holds a text row a second time; its output is dropped, so it has no gradient.
 
-    image_rows = [0, 1, 0, -1, 0]      slots of image row 0: text rows 0 2 4      slots  = [0, 2, 4, 1, 1, 1]
-                                       slots of image row 1: text rows 1 1 1      places = [0, 3, 1, 0, 2]
+    image_rows = [0, 1, 0, -1, 0]    slots of image row 0: text rows 0 2 4    slots       = [0, 2, 4, 1, 1, 1]
+                                     slots of image row 1: text rows 1 1 1    slot_of_row = [0, 3, 1, 0, 2]
 
 Letters: B text rows, R image rows, r slots for each image row.
 """
@@ -35,7 +35,7 @@ class Slots(NamedTuple):
     """What attention needs of [`ImageRows`]."""
 
     slots: torch.Tensor
-    places: torch.Tensor
+    slot_of_row: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class ImageRows:
 
     index: torch.Tensor  # `(B,)`, -1 for a text row that sees no image
     slots: torch.Tensor  # `(R * r,)`, the text row in each slot
-    places: torch.Tensor  # `(B,)`, the slot of each text row; 0 for a text row that sees no image
+    slot_of_row: torch.Tensor  # `(B,)`, the slot of each text row; 0 for a text row that sees no image
     count: int  # R
     some_see_nothing: bool  # whether `index` holds a -1
 
@@ -77,14 +77,16 @@ class ImageRows:
             )
         repeats = max(map(len, rows_of))
         slots: list[int] = []
-        places = [0] * len(wanted)
+        slot_of_row = [0] * len(wanted)
         for text_rows in rows_of:
             for slot, text_row in enumerate(text_rows, len(slots)):
-                places[text_row] = slot
+                slot_of_row[text_row] = slot
             slots += text_rows + text_rows[:1] * (repeats - len(text_rows))
         if slots == list(range(len(wanted))):
             return None
-        index, of_slots, of_rows = (torch.tensor(each, device=image_rows.device) for each in (wanted, slots, places))
+        index, of_slots, of_rows = (
+            torch.tensor(each, device=image_rows.device) for each in (wanted, slots, slot_of_row)
+        )
         return cls(index, of_slots, of_rows, count, NO_IMAGE in wanted)
 
     def of_text(self, values: torch.Tensor) -> torch.Tensor:
@@ -124,7 +126,7 @@ class ImageRows:
             )
         visible = folded.visible
         if visible is not None:
-            visible = self.of_text(visible) if by_image else _take(visible, self.places)
+            visible = self.of_text(visible) if by_image else _take(visible, self.slot_of_row)
         if self.some_see_nothing:
             has_image = (self.index >= 0)[:, None, None]
             visible = has_image if visible is None else visible & has_image.to(visible.device)

@@ -48,17 +48,17 @@ class Positions(NamedTuple):
     key: torch.Tensor | None  # `(rows, N)`, in the row, for scores alone; None stands for 0 ... N - 1
 
 
-def with_position(position: Any, of: str, states: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+def with_position(position: Any, of: str, states: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
     """Queries or keys with their positions.
 
     Args:
         of (`"queries"` or `"keys"`).
         states (`torch.Tensor`): `(rows, tokens, heads, head_dim)`.
-        places (`torch.LongTensor`, *optional*): `(rows or 1, tokens)`; None stands for 0 ... tokens - 1.
+        positions (`torch.LongTensor`, *optional*): `(rows or 1, tokens)`; None stands for 0 ... tokens - 1.
     """
-    if places is None:
-        places = torch.arange(states.shape[1], device=states.device)[None]
-    coded = position(states, places, of)
+    if positions is None:
+        positions = torch.arange(states.shape[1], device=states.device)[None]
+    coded = position(states, positions, of)
     if not isinstance(coded, torch.Tensor) or coded.shape != states.shape:
         got = tuple(coded.shape) if isinstance(coded, torch.Tensor) else type(coded).__name__
         raise ValueError(
@@ -68,7 +68,7 @@ def with_position(position: Any, of: str, states: torch.Tensor, places: torch.Te
     return coded.to(states.dtype)
 
 
-def places_in_images(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def positions_in_images(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """`(1, N)`, the place of each image token in its image; `sizes` are the tokens of the images of a row."""
     return torch.cat([torch.arange(size, device=device) for size in sizes])[None]
 
@@ -99,16 +99,16 @@ def text_positions(text: Mapping[str, Any], cache: XAttnCache | None, given: tor
     if positions is not None:
         return positions if positions.dim() == 2 else positions[0]  # 3-D ones have one row for each axis of an image
     (rows, length), past = given.shape[:2], 0 if cache is None else cache.get_seq_length()
-    places = torch.arange(length, device=given.device)[None] + past
+    positions = torch.arange(length, device=given.device)[None] + past
     before = None if cache is None else cache.text_padding
     mask = text.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        padding = (mask == 0).cumsum(dim=-1).to(places.device)
+        padding = (mask == 0).cumsum(dim=-1).to(positions.device)
         if mask.shape[1] != length or cache is None or cache.text_rows is None:  # the mask covers all text so far
-            before = padding.gather(1, places.expand(rows, -1))
+            before = padding.gather(1, positions.expand(rows, -1))
         else:
             before = padding if before is None else padding + before
-    return places if before is None else (places - before).clamp(min=0)
+    return positions if before is None else (positions - before).clamp(min=0)
 
 
 def token_positions(token_mask: torch.Tensor | None) -> torch.Tensor | None:
