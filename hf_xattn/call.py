@@ -1,5 +1,6 @@
 """The steps of one forward, in their order. Each takes what the one before has found.
 
+    given_images        the image arguments, checked
     read_call           who calls: text, images, cache
     find_images         the images of the call: new ones pass tower and connector. None: the decoder runs as it is
     decide              which image tokens each text token sees
@@ -73,6 +74,23 @@ class Decision(NamedTuple):
     sees: torch.Tensor | None  # `(rows, T or 1, N)`; None if the text sees everything
     progress: TextProgress | None  # after this text; None where it stays
     by_image: bool  # whether `sees` has the rows of the images, because only padding hides image tokens
+
+
+def given_images(
+    config: XAttnConfig, prepared: PreparedImages | None, **arguments: Any
+) -> ImageInputs | PreparedImages:
+    """Returns the images of a forward: those of its image arguments, or those that `generate` has prepared."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if prepared is None:
+        return ImageInputs.of(config, **given) if given else NO_IMAGES
+    if not isinstance(prepared, PreparedImages):
+        raise TypeError(
+            f"Expected `image_inputs` to be PreparedImages, which only `generate` makes, got {type_name(prepared)}. "
+            "Pass `pixel_values` or `cross_attention_states` instead."
+        )
+    for name in given:
+        raise ValueError(f"Expected `image_inputs` or `{name}`, got both.")
+    return prepared
 
 
 def read_call(

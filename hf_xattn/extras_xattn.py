@@ -11,6 +11,9 @@ them, as methods that do nothing, and this file puts the extras there:
     why_uncached                         layers that a backward pass runs again        learning/activation_wrappers.py
     image_identity                       whose weights have encoded a cache's images   checkpoints/model_identity.py
 
+Other extras register themselves by name in a table of the core, when they are imported: `parts/` (the connectors
+`"perceiver"` and `"mlp_2d"`, T5's position bias, towers that read tiles) and `storage/int8_states.py` (`cache_dtype`).
+
 The base class of both models, `checkpoints/pretrained.py`, holds what transformers expects there: loading, saving,
 quantization, sharding.
 """
@@ -21,14 +24,17 @@ from .checkpoints.model_identity import XAttnIdentityMixin
 from .learning.activation_wrappers import XAttnRecomputingMixin
 from .learning.stand_in import XAttnStandInMixin
 from .packing.packed_rows import XAttnPackingMixin
-from .parts import grid_code, perceiver, position_bias, tiles
+from .parts.grid_code import mlp_2d
 from .parts.image_positions import XAttnNumberingMixin
-from .storage import int8_states
+from .parts.perceiver import perceiver
+from .parts.position_bias import relative_position_bucket
+from .parts.tiles import Tiles
+from .storage.int8_states import Int8States
 from .storage.model_store import XAttnStoreDelegationMixin, XAttnStoreMixin
 
 
-# These register themselves, by the names that a configuration, or `cache_dtype`, has for them.
-REGISTERED = (grid_code, int8_states, perceiver, position_bias, tiles)
+# The files of these register them, by the names that a configuration, or `cache_dtype`, has for them.
+REGISTERED = (Int8States, Tiles, mlp_2d, perceiver, relative_position_bucket)
 
 
 class XAttnExtrasMixin(

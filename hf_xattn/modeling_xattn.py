@@ -20,7 +20,7 @@ from transformers.modeling_outputs import (
 )
 
 from .cache.xattn_cache import whole_or_not_at_all
-from .call import Call, commit, decide, find_images, find_keys_values, make_context, read_call
+from .call import Call, commit, decide, find_images, find_keys_values, given_images, make_context, read_call
 from .checkpoints.pretrained import XAttnPreTrainedModel
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface, find_decoder, headless
@@ -30,7 +30,7 @@ from .decoders.text_inputs import check_labels, check_side_by_side, check_text
 from .extras_xattn import XAttnExtrasMixin, XAttnOuterExtrasMixin
 from .generation_xattn import XAttnGenerationMixin
 from .images.connector import XAttnConnector, new_connector
-from .images.conversation import PreparedImages, given_images
+from .images.conversation import PreparedImages
 from .images.image_inputs import NO_IMAGES, ImageInputs, refuse_lost_mask
 from .images.tower import check_tower_class
 from .images.vision import build_tower

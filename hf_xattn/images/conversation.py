@@ -18,11 +18,9 @@ from ..cache.image_layout import ImageLayout
 from ..cache.pytrees import dataclass_node
 from ..cache.text_progress import CallersMask
 from ..cache.xattn_cache import XAttnCache
-from ..configuration_xattn import XAttnConfig
 from ..layers.image_rows import ImageRows
-from ..utils.tensor_checks import type_name
 from .image_encoder import ImageEncoder, ImageSource, NewImages, StoredImages
-from .image_inputs import NO_IMAGES, ImageInputs
+from .image_inputs import ImageInputs
 from .known_images import check_known_mask, check_markers
 
 
@@ -123,20 +121,3 @@ class PreparedImages:
 
     cross: CrossCache  # text rows share its rows
     mask: CallersMask | None  # the caller's decision for the first part of the text
-
-
-def given_images(
-    config: XAttnConfig, prepared: PreparedImages | None, **arguments: Any
-) -> ImageInputs | PreparedImages:
-    """Returns the images of a forward: those of its image arguments, or those that `generate` has prepared."""
-    given = {name: value for name, value in arguments.items() if value is not None}
-    if prepared is None:
-        return ImageInputs.of(config, **given) if given else NO_IMAGES
-    if not isinstance(prepared, PreparedImages):
-        raise TypeError(
-            f"Expected `image_inputs` to be PreparedImages, which only `generate` makes, got {type_name(prepared)}. "
-            "Pass `pixel_values` or `cross_attention_states` instead."
-        )
-    for name in given:
-        raise ValueError(f"Expected `image_inputs` or `{name}`, got both.")
-    return prepared

@@ -20,7 +20,7 @@ from ..layers.image_rows import ImageRows
 from ..utils.distributed import check_callable, has_units, is_distributed
 from .connector import XAttnConnector, check_square
 from .image_inputs import ImageAxis, ImageInputs
-from .known_images import NewOnes, check_known_mask, find_new
+from .known_images import UncachedImages, check_known_mask, find_new
 from .tower import Arrangement, check_not_trained, states_for_all_weights
 from .vision import blank_image, run_tower, token_mask_of
 
@@ -79,7 +79,7 @@ class StoredImages(NamedTuple):
     layout: ImageLayout
 
 
-class Reading(NamedTuple):
+class ReadImages(NamedTuple):
     """The new images of a call, and the axes of its masks."""
 
     new: NewImages | StoredImages | None  # None if the cache holds all images
@@ -201,7 +201,7 @@ class ImageEncoder:
         cached: ImageLayout | None,
         record_content: bool,
         source: ImageSource | None = None,
-    ) -> Reading:
+    ) -> ReadImages:
         """Encodes the images of a call that a cache does not hold yet.
 
         Args:
@@ -214,22 +214,22 @@ class ImageEncoder:
         """
         if inputs.images is None:
             if cached is None:
-                return Reading(None, [])
-            return Reading(
+                return ReadImages(None, [])
+            return ReadImages(
                 None, [ImageAxis(cached.sizes, real=cached.image_mask if inputs.image_mask is None else None)]
             )
         digests = self._digests(inputs) if record_content or cached is not None else None
-        found = NewOnes(inputs, digests) if cached is None else find_new(inputs, digests, cached)
+        found = UncachedImages(inputs, digests) if cached is None else find_new(inputs, digests, cached)
         assert found.inputs.images is not None
         new: NewImages | StoredImages | None = None
         if 0 not in found.inputs.images.shape:
             new = self._encode(found, record_content, cached, source)
         elif inputs.token_mask is not None and cached is not None:
             check_known_mask("cross_attention_mask", inputs.token_mask, cached)
-        return Reading(new, found.axes(cached, () if new is None else new.layout.sizes), found.again)
+        return ReadImages(new, found.axes(cached, () if new is None else new.layout.sizes), found.again)
 
     def _encode(
-        self, found: NewOnes, record_content: bool, cached: ImageLayout | None, source: ImageSource | None
+        self, found: UncachedImages, record_content: bool, cached: ImageLayout | None, source: ImageSource | None
     ) -> NewImages | StoredImages:
         real, given_mask = found.inputs.real_images, found.inputs.token_mask
         images = found.inputs

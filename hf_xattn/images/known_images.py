@@ -32,7 +32,7 @@ SEND = (
 )
 
 
-class NewOnes(NamedTuple):
+class UncachedImages(NamedTuple):
     """The images of a call that a cache does not hold."""
 
     inputs: ImageInputs  # without the images that the cache holds; `token_mask` and `text_mask` as the call has them
@@ -64,7 +64,7 @@ class NewOnes(NamedTuple):
         return mask
 
 
-def find_new(inputs: ImageInputs, digests: Digests | None, cached: ImageLayout) -> NewOnes:
+def find_new(inputs: ImageInputs, digests: Digests | None, cached: ImageLayout) -> UncachedImages:
     """Leaves out the images that a cache holds, by the rule at the top of this file.
 
     Raises:
@@ -78,7 +78,7 @@ def find_new(inputs: ImageInputs, digests: Digests | None, cached: ImageLayout) 
         )
     known = next((part for part in cached.digests if part.of == digests.of), None)
     if known is None:
-        return NewOnes(inputs, digests)
+        return UncachedImages(inputs, digests)
     if known.dtype != digests.dtype:
         raise ValueError(
             f"Expected `{digests.of}` in {known.dtype}, the dtype of the images in `cache`, got {digests.dtype}. "
@@ -91,7 +91,7 @@ def find_new(inputs: ImageInputs, digests: Digests | None, cached: ImageLayout) 
         rest, first = digests.behind(count, 0 if as_one else size), 0 if as_one else count // size
         cut = replace(inputs, image_mask=None if inputs.image_mask is None else inputs.image_mask[:, first:])
         of_images = inputs.each_image(lambda images: images[:, :, count:] if as_one else images[:, first:])
-        return NewOnes(replace(cut, images=of_images.images, tiles=of_images.tiles), rest, first, True)
+        return UncachedImages(replace(cut, images=of_images.images, tiles=of_images.tiles), rest, first, True)
     # Where a call names no padding, a padding image of the cache that comes again would pass for a real one.
     held, given = known.images(with_padding=inputs.real_images is None), digests.images()
     for row, (ours, theirs) in enumerate(zip(held, given)):
@@ -102,7 +102,7 @@ def find_new(inputs: ImageInputs, digests: Digests | None, cached: ImageLayout) 
                 f"Expected `{digests.of}` to hold all images of `cache` in their slots, and then new ones, or only new "
                 f"images. Row {row}: {len(ours)} in the cache, got {len(theirs)}, not all new. {SEND}"
             )
-    return NewOnes(inputs, digests)
+    return UncachedImages(inputs, digests)
 
 
 def _begins_with(given: Digests, known: Digests, cached: ImageLayout) -> bool:

@@ -343,7 +343,6 @@ SURFACES = {
             "pixel_values": {**image_rows()["pixel_values"], "none": Wrong(None, "needs")},
             "output_hidden_states": switch(),
             "output_attentions": switch(),
-            "output_cross_attentions": switch(),
             "return_dict": switch(),
         },
     ),
