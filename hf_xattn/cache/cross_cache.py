@@ -117,7 +117,7 @@ class CrossCache(DynamicCache):
 
     def __init__(self, cache_dtype: str | None = None):
         super().__init__()
-        self._dtype_of_first = check_cache_dtype("cache_dtype", cache_dtype)
+        self._dtype_of_first = None if cache_dtype is None else check_cache_dtype("cache_dtype", cache_dtype)
         self.layers: list[CrossAttentionLayer] = []  # type: ignore[assignment]  # of any kind there
         self.layout: ImageLayout | None = None
         self._maker: UnexportedValue[str | None] = UnexportedValue(None)
