@@ -123,7 +123,7 @@ def bases(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, ranks",
-    [("with_trl", None), ("with_trainer", None), ("with_accelerate", None)]
+    [("with_trl", 1), ("with_trainer", 1), ("with_accelerate", 1)]
     + [("with_trainer", 2), ("with_accelerate", 2), ("with_fsdp2", 2)],
 )
 def test_reaches_the_accuracy_of_the_demo(name, ranks, bases, tmp_path):
