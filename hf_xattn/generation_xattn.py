@@ -150,6 +150,12 @@ class XAttnGenerationMixin:
             raise TypeError(f"Expected no `image_inputs` in `generate`, got {type_name(given)}. Pass `pixel_values`.")
         if images.image_rows is not None:
             refuse_to_cache("`generate`")
+        if kwargs.get("output_cross_attentions") is not None:
+            raise ValueError(
+                "Expected no `output_cross_attentions` in `generate`, which would not return them, got "
+                f"{kwargs['output_cross_attentions']!r}. Pass `output_attentions=True` and "
+                "`return_dict_in_generate=True`."
+            )
         cache = kwargs.pop("cache", None)
         check_cache(cache)
         if isinstance(cache, EncoderDecoderCache):

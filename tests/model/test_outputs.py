@@ -181,3 +181,19 @@ def test_nobody_asked():
     assert type(model.generate(ids, pixel_values=images, max_new_tokens=NEW)) is torch.Tensor
     assert not any(asked)
     assert model.generate(ids, **ASKED).cross_attentions is None, "no images"
+
+
+@torch.no_grad()
+def test_attentions_of_the_blocks_alone():
+    """The decoder's weights that come along, other weights of the blocks, or a `generate` that drops the argument."""
+    model, ids, images = make_model(), token_ids(), pixels()
+    model.set_attn_implementation("eager")
+    both = model(ids, pixel_values=images, output_attentions=True)
+    alone = model(ids, pixel_values=images, output_attentions=False, output_cross_attentions=True)
+    assert both.attentions and not alone.attentions
+    assert len(alone.cross_attentions) == len(model.blocks)
+    assert all(map(torch.equal, alone.cross_attentions, both.cross_attentions))
+    without = model(ids, pixel_values=images, output_attentions=True, output_cross_attentions=False)
+    assert without.attentions and without.cross_attentions is None
+    with pytest.raises(ValueError, match="no `output_cross_attentions`.*`output_attentions=True`"):
+        model.generate(ids, pixel_values=images, output_cross_attentions=True, return_dict_in_generate=True)
