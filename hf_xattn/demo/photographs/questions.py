@@ -12,15 +12,75 @@ from .things import Thing, of_kind
 
 Phrasings = Mapping[str, Sequence[str]]
 NUMBERS = ("no", "one", "two", "three", "four")
-# What is trained on.
+# What is trained on. A few phrasings are not enough: asked in other words, the text model answers as if there were no picture.
 PHRASINGS: Phrasings = {
-    "name": ("What is it?", "What is in the picture?", "What do you see?", "Name the thing in the picture."),
-    "kind": ("What kind of thing is it?", "Which kind of thing do you see?", "What sort of thing is in the picture?"),
-    "at side": ("What is on the {side}?", "What do you see on the {side}?", "Name the thing on the {side}."),
-    "side": ("On which side is {the}?", "Is {the} on the left or on the right?", "Where is {the}, left or right?"),
-    "how many": ("How many things are there?", "Count the things.", "How many things do you see?"),
-    "is there": ("Is there {a}?", "Do you see {a}?", "Is {a} in the picture?"),
-    "caption": ("Describe the picture.", "What does the picture show?", "Write a caption."),
+    "name": (
+        "What is it?",
+        "What is in the picture?",
+        "What do you see?",
+        "Name the thing in the picture.",
+        "What is this?",
+        "What does this picture have in it?",
+        "Say what this is.",
+        "Which thing is it?",
+        "What thing do you see here?",
+    ),
+    "kind": (
+        "What kind of thing is it?",
+        "Which kind of thing do you see?",
+        "What sort of thing is in the picture?",
+        "What kind of thing is in the picture?",
+        "Say what kind of thing it is.",
+        "What sort of thing is it?",
+        "Name the kind of thing.",
+    ),
+    "at side": (
+        "What is on the {side}?",
+        "What do you see on the {side}?",
+        "Name the thing on the {side}.",
+        "What is the thing on the {side}?",
+        "On the {side}, what is there?",
+        "Which thing is on the {side}?",
+        "Say what is on the {side}.",
+    ),
+    "side": (
+        "On which side is {the}?",
+        "Is {the} on the left or on the right?",
+        "Where is {the}, left or right?",
+        "Where do you see {the}?",
+        "Which side is {the} on?",
+        "Say where {the} is.",
+        "Left or right: where is {the}?",
+    ),
+    "how many": (
+        "How many things are there?",
+        "Count the things.",
+        "How many things do you see?",
+        "How many are there?",
+        "Give the number of things.",
+        "How many things are in the picture?",
+        "Say how many things you see.",
+        "What number of things do you see?",
+        "How many things can you count?",
+    ),
+    "is there": (
+        "Is there {a}?",
+        "Do you see {a}?",
+        "Is {a} in the picture?",
+        "Is there {a} here?",
+        "Can you see {a}?",
+        "Does the picture have {a} in it?",
+        "Say whether there is {a}.",
+    ),
+    "caption": (
+        "Describe the picture.",
+        "What does the picture show?",
+        "Write a caption.",
+        "Describe what you see.",
+        "Give a caption.",
+        "Say what the picture shows.",
+        "Tell me what you see.",
+    ),
 }
 # Held out, to measure with while a choice is made. The sealed test has its own.
 NEW_PHRASINGS: Phrasings = {
