@@ -1,51 +1,39 @@
 """Configurations of the cross-attention block, the perceiver resampler and the whole model.
 
-This file checks every constraint between fields, so that a wrong value fails before weights are allocated.
+As in transformers, `@strict` checks the type and the range of each field. Constraints between fields are checked here,
+so that a wrong value fails before weights are allocated.
 """
-
-from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils.type_validators import positive_int_field
 
 from .utils.architectures import shared_size, text_hidden_size, text_num_hidden_layers, vision_feature_size
 from .utils.config_checks import (
     CheckedConfig,
     check_activation,
     check_added_vocabulary,
-    check_bool_fields,
     check_buckets,
-    check_choice,
     check_config_class,
-    check_count,
-    check_dict,
     check_features,
     check_layers,
     check_names,
-    check_not_negative,
-    check_number,
     check_parts,
-    check_positive_int,
-    check_positive_number,
-    check_probability,
-    check_sub_config,
     check_token_id,
     config_of_fields,
     every_nth_layer,
+    finite,
+    not_negative,
+    positive,
     refuse_unknown_fields,
+    share,
 )
 from .utils.custom_code import UnreadConfig, read_config, read_parts
 from .utils.parts import CONNECTORS, GATES, POSITIONS
 from .utils.transformers_api import SubConfigSpec
 
-
-# Allowed values. The model code has one branch for each value.
-NORM_TYPES = ("rmsnorm", "layernorm")
-MLP_TYPES = ("gated", "plain", "none")
-GATE_GRANULARITIES = ("scalar", "channel")
-FEATURE_STRATEGIES = ("full", "default")
-IMAGE_VISIBILITIES = ("all", "previous", "latest", "latest_group")
 
 # Default of a field that `__post_init__` fills in. transformers reads the type that a caller may give (None, a `dict`),
 # type checkers the type after `__post_init__`.
@@ -56,6 +44,7 @@ def _is_left_out(value: object) -> bool:  # for type checkers, an inline check w
     return value is None
 
 
+@strict
 class CrossAttentionConfig(CheckedConfig):
     r"""Configuration of one gated cross-attention block: queries from the text, keys and values from the images.
 
@@ -102,8 +91,8 @@ class CrossAttentionConfig(CheckedConfig):
     model_type = "xattn_block"
     base_config_key = "cross_attention_config"
 
-    hidden_size: int = 768
-    num_attention_heads: int = 12
+    hidden_size: int = positive_int_field(default=768)
+    num_attention_heads: int = positive_int_field(default=12)
     if TYPE_CHECKING:
         context_size: int = TO_BE_FILLED_IN
         num_key_value_heads: int = TO_BE_FILLED_IN
@@ -111,37 +100,35 @@ class CrossAttentionConfig(CheckedConfig):
         intermediate_size: int = TO_BE_FILLED_IN
         qk_norm_eps: float = TO_BE_FILLED_IN
     else:
-        context_size: int | None = None
-        num_key_value_heads: int | None = None
-        head_dim: int | None = None
-        intermediate_size: int | None = None
-        qk_norm_eps: float | None = None
+        context_size: int | None = positive_int_field(default=None)
+        num_key_value_heads: int | None = positive_int_field(default=None)
+        head_dim: int | None = positive_int_field(default=None)
+        intermediate_size: int | None = positive_int_field(default=None)
+        qk_norm_eps: float | int | None = positive(default=None)
     hidden_act: str = "silu"
-    mlp_type: str = "gated"
-    norm_type: str = "rmsnorm"
-    norm_eps: float = 1e-6
+    mlp_type: Literal["gated", "plain", "none"] = "gated"
+    norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float | int = positive(default=1e-6)
     attention_bias: bool = False
     mlp_bias: bool = False
-    attention_dropout: float | int = 0.0
+    attention_dropout: float | int = share(default=0.0)
     gate: str = "tanh"
     gate_options: dict | None = None
-    gate_granularity: str = "scalar"
-    gate_init: float | int = 1.0
+    gate_granularity: Literal["scalar", "channel"] = "scalar"
+    gate_init: float | int = finite(default=1.0)
     zero_init: bool = True
     qk_norm: bool = False
     context_norm: bool = False
     quiet_softmax: bool = False
     position_bias: bool = False
-    position_bias_num_buckets: int = 32
-    position_bias_max_distance: int = 128
+    position_bias_num_buckets: int = positive_int_field(default=32)
+    position_bias_max_distance: int = positive_int_field(default=128)
     position: str = "none"
     position_options: dict | None = None
-    initializer_range: float = 0.02
+    initializer_range: float | int = not_negative(default=0.02)
 
     def __post_init__(self, **kwargs):
         check_names(type(self), kwargs)
-        for field in ("hidden_size", "num_attention_heads"):
-            check_positive_int(field, getattr(self, field))
         if _is_left_out(self.context_size):
             self.context_size = self.hidden_size
         if _is_left_out(self.num_key_value_heads):
@@ -161,28 +148,16 @@ class CrossAttentionConfig(CheckedConfig):
         super().__post_init__(**kwargs)
 
     def _check_fields(self) -> None:
-        check_bool_fields(self)
-        sizes = "hidden_size num_attention_heads context_size num_key_value_heads head_dim intermediate_size"
-        for field in (*sizes.split(), "position_bias_num_buckets", "position_bias_max_distance"):
-            check_positive_int(field, getattr(self, field))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_key_value_heads` ({self.num_key_value_heads}) must divide `num_attention_heads` "
                 f"({self.num_attention_heads})."
             )
         check_activation("hidden_act", self.hidden_act)
-        check_choice("mlp_type", self.mlp_type, MLP_TYPES)
         if self.mlp_type == "none" and self.mlp_bias:
             raise ValueError("Expected `mlp_bias=False` with `mlp_type='none'`, a block without an MLP, got True.")
-        check_choice("norm_type", self.norm_type, NORM_TYPES)
         GATES.check(self.gate, self.gate_options)
         POSITIONS.check(self.position, self.position_options)
-        check_choice("gate_granularity", self.gate_granularity, GATE_GRANULARITIES)
-        check_probability("attention_dropout", self.attention_dropout)
-        check_positive_number("norm_eps", self.norm_eps)
-        check_positive_number("qk_norm_eps", self.qk_norm_eps)
-        check_number("gate_init", self.gate_init)
-        check_not_negative("initializer_range", self.initializer_range)
         if self.position_bias:
             check_buckets(self.position_bias_num_buckets, self.position_bias_max_distance)
         if self.gate_starts_at_zero and self.zero_init:
@@ -209,6 +184,7 @@ class CrossAttentionConfig(CheckedConfig):
         return self.gate_init == 0.0 if self.gate == "tanh" else GATES.starts_at_zero(self.gate)
 
 
+@strict
 class PerceiverConfig(CheckedConfig):
     r"""Configuration of the perceiver resampler (see `parts/perceiver.py`).
 
@@ -237,37 +213,29 @@ class PerceiverConfig(CheckedConfig):
         hidden_size: int = TO_BE_FILLED_IN  # [`XAttnConfig`] fills it in if `__post_init__` does not
         intermediate_size: int = TO_BE_FILLED_IN
     else:
-        hidden_size: int | None = None
-        intermediate_size: int | None = None
-    num_latents: int = 64
-    num_image_positions: int = 0
-    num_hidden_layers: int = 6
-    num_attention_heads: int = 8
-    head_dim: int = 64
+        hidden_size: int | None = positive_int_field(default=None)
+        intermediate_size: int | None = positive_int_field(default=None)
+    num_latents: int = positive_int_field(default=64)
+    num_image_positions: int = not_negative(default=0)
+    num_hidden_layers: int = positive_int_field(default=6)
+    num_attention_heads: int = positive_int_field(default=8)
+    head_dim: int = positive_int_field(default=64)
     hidden_act: str = "gelu"
     qk_norm: bool = False
-    norm_eps: float = 1e-5
+    norm_eps: float | int = positive(default=1e-5)
 
     def __post_init__(self, **kwargs):
         check_names(type(self), kwargs)
         if not _is_left_out(self.hidden_size) and _is_left_out(self.intermediate_size):
-            check_positive_int("hidden_size", self.hidden_size)
             self.intermediate_size = 4 * self.hidden_size
         self._check_fields()
         super().__post_init__(**kwargs)
 
     def _check_fields(self) -> None:
-        check_bool_fields(self)
-        for field in ("num_latents", "num_hidden_layers", "num_attention_heads", "head_dim"):
-            check_positive_int(field, getattr(self, field))
-        check_count("num_image_positions", self.num_image_positions)
-        for field in ("hidden_size", "intermediate_size"):
-            if getattr(self, field) is not None:
-                check_positive_int(field, getattr(self, field))
         check_activation("hidden_act", self.hidden_act)
-        check_positive_number("norm_eps", self.norm_eps)
 
 
+@strict
 class XAttnConfig(CheckedConfig):
     r"""Configuration of a text decoder with gated cross-attention blocks, and optionally a vision tower.
 
@@ -328,11 +296,11 @@ class XAttnConfig(CheckedConfig):
         text_config: dict | PreTrainedConfig | None = None
         vision_config: dict | PreTrainedConfig | None = None
         cross_attention_config: dict | PreTrainedConfig | None = None
-        cross_attention_layers: list[int] | None = None
+        cross_attention_layers: list[int] | tuple[int, ...] | range | set[int] | None = None
         perceiver_config: dict | PreTrainedConfig | None = None
     image_token_id: int | None = None
     image_visibility: Literal["all", "previous", "latest", "latest_group"] = "all"
-    additional_vocab_size: int = 0
+    additional_vocab_size: int = not_negative(default=0)
     additional_vocab_in_head: bool = False
     additional_vocab_scaled: bool = True
     connector_type: str = "mlp"
@@ -340,8 +308,8 @@ class XAttnConfig(CheckedConfig):
     connector_hidden_act: str = "gelu"
     connector_bias: bool = True
     vision_feature_select_strategy: Literal["full", "default"] = "full"
-    vision_feature_layer: int | list[int] | None = None
-    vision_hidden_size: int | None = None
+    vision_feature_layer: int | list[int] | tuple[int, ...] | None = None
+    vision_hidden_size: int | None = positive_int_field(default=None)
     source_config: dict | None = None
 
     def __post_init__(self, **kwargs):
@@ -361,8 +329,6 @@ class XAttnConfig(CheckedConfig):
                 "`text_config` must be the configuration of a text-only causal language model, got "
                 f"{type(self.text_config).__name__}."
             )
-        for name in ("vision_config", "perceiver_config"):
-            check_sub_config(name, getattr(self, name))
         perceiver: Any = self.perceiver_config
         if isinstance(perceiver, dict):
             self.perceiver_config = config_of_fields("perceiver_config", PerceiverConfig, perceiver)
@@ -401,10 +367,7 @@ class XAttnConfig(CheckedConfig):
         return fields
 
     def _check_fields(self) -> None:
-        check_bool_fields(self)
         CONNECTORS.check(self.connector_type, self.connector_options)
-        check_choice("vision_feature_select_strategy", self.vision_feature_select_strategy, FEATURE_STRATEGIES)
-        check_choice("image_visibility", self.image_visibility, IMAGE_VISIBILITIES)
         check_activation("connector_hidden_act", self.connector_hidden_act)
         if isinstance(self.text_config, UnreadConfig) or isinstance(self.vision_config, UnreadConfig):
             return  # checked when their code is run: sizes may have other names there
@@ -436,7 +399,6 @@ class XAttnConfig(CheckedConfig):
         known = getattr(self.text_config.get_text_config(), "vocab_size", None)
         last = None if known is None else known + self.additional_vocab_size
         check_token_id("image_token_id", self.image_token_id, last)
-        check_dict("source_config", self.source_config)
 
     def _check_perceiver(self) -> None:
         if self.connector_type != "perceiver":
@@ -478,9 +440,6 @@ def complete_cross_attention_config(partial: dict | None, text_config: PreTraine
         return CrossAttentionConfig.from_dict(fields)
     refuse_unknown_fields("cross_attention", CrossAttentionConfig, fields)
     fields.setdefault("hidden_size", text_hidden_size(text_config))
-    for name in ("hidden_size", "num_attention_heads"):
-        if name in fields:
-            check_positive_int(name, fields[name])
     if "num_attention_heads" not in fields:
         default = max(1, fields["hidden_size"] // 64)
         heads = fields["num_attention_heads"] = shared_size(decoder, "num_attention_heads") or default
@@ -490,7 +449,7 @@ def complete_cross_attention_config(partial: dict | None, text_config: PreTraine
         head_dim = shared_size(decoder, "head_dim")
         if "head_dim" not in fields and head_dim:
             fields["head_dim"] = head_dim
-    if "head_dim" not in fields:
+    if "head_dim" not in fields and fields["num_attention_heads"]:
         fields["head_dim"] = max(1, fields["hidden_size"] // fields["num_attention_heads"])
     if "intermediate_size" not in fields:
         fields["intermediate_size"] = shared_size(decoder, "intermediate_size") or 4 * fields["hidden_size"]

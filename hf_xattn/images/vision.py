@@ -41,7 +41,7 @@ def run_tower(
     tower: PreTrainedModel,
     pixel_values: torch.Tensor,
     tiles: Arrangement | None,
-    layers: int | list[int] | None = None,
+    layers: int | list[int] | tuple[int, ...] | None = None,
     **returns: bool | None,
 ) -> BaseModelOutput:
     """Runs a tower on `(R, num_images, ...)` pixels.

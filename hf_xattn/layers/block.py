@@ -26,7 +26,6 @@ from ..utils.first_values import NotesWhatIsMissing, ValuesComeLater, check_clas
 from ..utils.parts import GATES, POSITIONS
 from ..utils.projection import to_dtype_of
 from ..utils.stub import NamesItsStub
-from ..utils.tensor_checks import check_flags
 from .attention import GatedCrossAttention, check_text_and_states, zero_init_linear
 from .context import CrossAttentionContext, ImageTokens, no_context, plain_context
 from .gates import Gate, gated, new_gate
@@ -113,7 +112,6 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
             TypeError: for an `allow_missing_weights` that is no bool.
             ValueError: for a checkpoint with weights missing, and for one of another class.
         """
-        check_flags(allow_missing_weights=allow_missing_weights)
         loaded: Any = super().from_pretrained(*args, **kwargs)
         block = loaded[0] if isinstance(loaded, tuple) else loaded
         source = args[0] if args else kwargs.get("pretrained_model_name_or_path")

@@ -40,7 +40,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .stub import PACKAGE
-from .tensor_checks import check_flags, type_name
+from .tensor_checks import type_name
 
 
 # Inside: names of a configuration that comes with code, which registers them before the model is built.
@@ -71,7 +71,6 @@ class Parts:
 
     def register(self, name: str, maker: Callable[[Any], Any], exist_ok: bool = False) -> None:
         """Gives a part its name. `maker`, called with a configuration, makes one."""
-        check_flags(exist_ok=exist_ok)
         if not isinstance(name, str) or not name:
             raise TypeError(f"Expected `name` to be the name of a {self.kind}, got {name!r}.")
         known = self._makers.get(name)
@@ -84,13 +83,11 @@ class Parts:
 
     def check(self, name: Any, options: Any) -> None:
         """Raises a `ValueError` for a name that is not registered, unless its code comes later, and for its options."""
-        if not isinstance(name, str) or (name not in self._makers and not _come_later.get()):
+        if name not in self._makers and not _come_later.get():
             raise ValueError(self._unknown(name))
         if options is None:
             return
         field = f"{self.kind}_options"
-        if not isinstance(options, dict):
-            raise ValueError(f"`{field}` must be a dict or None, got {options!r}.")
         if not self.is_own(name):
             raise ValueError(f"`{field}` are for a {self.kind} of your own, got {options!r} with {name!r}.")
         try:

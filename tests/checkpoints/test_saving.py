@@ -139,9 +139,9 @@ def test_kernels_of_the_parts(auto_class, tmp_path):
     ("override", "message"),
     [
         ({"image_visibility": "latest"}, "image_visibility='latest'.*expected `image_token_id` to be set"),
-        ({"image_visibility": "first"}, "`image_visibility` must be one of.*'first'"),
+        ({"image_visibility": "first"}, "'image_visibility' expected one of.*got first"),
         ({"image_token_id": 1000}, "`image_token_id`.*96 entries, got 1000"),
-        ({"image_token_id": "<image>"}, "`image_token_id` must be a token id or None, got '<image>'"),
+        ({"image_token_id": "<image>"}, "'image_token_id' with value '<image>'"),
         ({"cross_attention_layers": [9]}, "`cross_attention_layers`.*4 layers.*got \\[9\\]"),
         ({"connector_type": "conv"}, "`connector_type` to name a connector: .*'conv'"),
         ({"perceiver_config": {"num_latents": 3}}, "`perceiver_config` needs.*got 'mlp'"),

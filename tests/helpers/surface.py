@@ -22,34 +22,6 @@ from hf_xattn.utils.transformers_api import CACHE
 # misspelt name.
 KINDS = ("none", "type", "rank", "size", "dtype", "device")
 
-# Transformers' own methods with its own arguments, and parts of the model.
-TRANSFORMERS = {
-    "add_model_tags",
-    "barrier_after_gathered_checkpoint_save",
-    "create_masks_for_generate",
-    "disable_input_require_grads",
-    "enable_input_require_grads",
-    "from_pretrained",
-    "get_compiled_call",
-    "get_decoder",
-    "get_encoder",
-    "get_input_embeddings",
-    "get_output_embeddings",
-    "init_continuous_batching",  # refused, whatever it is given
-    "initialize_weights",
-    "load_adapter",
-    "load_state_dict",
-    "post_init",
-    "prepare_inputs_for_generation",
-    "register_for_auto_class",
-    "resize_token_embeddings",
-    "save_pretrained",
-    "set_attn_implementation",
-    "set_input_embeddings",
-    "set_output_embeddings",
-    "train",
-}
-
 
 class Fine(NamedTuple):
     """A value that is taken."""

@@ -1,10 +1,8 @@
 """The tables of the image arguments, for `test_public_surface.py`."""
 
 import torch
-from surface import Fine, Surface, Wrong, tensor, value
+from surface import Fine, Wrong, tensor
 from tiny_models import pixels
-
-from hf_xattn.processing.image_limits import ImageLimits
 
 
 PIXELS, STATES = pixels(), torch.randn(2, 5, 32)
@@ -51,20 +49,3 @@ def image_rows(**more):
         "image_rows": tensor(ROWS, device=True, none=Fine(None), size=ROWS.repeat(2), dtype=ROWS.float()),
     }
     return {**rows, **more}
-
-
-NUMBER = value(none=None, kind="4", rank=[4], size=0, dtype=4.5)
-
-SURFACES = {
-    "ImageLimits": Surface(
-        ImageLimits,
-        ImageLimits,
-        {
-            "max_pixels": NUMBER,
-            "max_bytes": NUMBER,
-            "max_seconds": value(none=None, kind="4", rank=[4], size=float("nan")),
-            "private_addresses": value(none=None, kind="yes", size=1),
-            "max_frames": NUMBER,
-        },
-    ),
-}

@@ -100,7 +100,7 @@ def test_refused():
     for options, told in (
         ({"layer": 4}, r"from -4 to 3, because the vision tower has 3 layers and its embeddings are 0, got 4"),
         ({"layer": [1, -5]}, r"from -4 to 3.*got \[1, -5\]"),
-        ({"layer": []}, r"must be an int, a list of them or None, got \[\]"),
+        ({"layer": []}, r"at least one layer, got \[\]"),
         ({"layer": -1, "vision_config": conv}, "towers whose layers all have one width, got -1 with a convnext"),
         ({"layer": -1, "vision_config": None}, "`vision_feature_layer=-1` needs a `vision_config`, got None"),
         ({"layer": [0, 1], "connector_type": "identity"}, r"`cross_attention_config.context_size` \(32\) .* \(48\)"),

@@ -4,6 +4,7 @@ OpenFlamingo's.
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from tiny_models import PERCEIVER, make_model, make_text, pixels, token_ids, vision_config
 
 from hf_xattn import XAttnConfig
@@ -41,9 +42,9 @@ def test_every_part_learns():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"perceiver_config": PERCEIVER | {"num_latents": 0}}, "`num_latents` must be a positive integer, got 0"),
+        ({"perceiver_config": PERCEIVER | {"num_latents": 0}}, "(?s)'num_latents'.*got 0"),
         ({"perceiver_config": PERCEIVER | {"hidden_act": "nope"}}, "`hidden_act`"),
-        ({"perceiver_config": PERCEIVER | {"norm_eps": 0.0}}, "`norm_eps` must be positive"),
+        ({"perceiver_config": PERCEIVER | {"norm_eps": 0.0}}, "(?s)'norm_eps'.*positive.*got 0.0"),
         ({"perceiver_config": PERCEIVER | {"hidden_size": 25}}, r"\(25\) must be the vision tower's width \(24\)"),
         ({"perceiver_config": PERCEIVER, "connector_type": "mlp"}, "`connector_type='perceiver'`, got 'mlp'"),
         ({"vision_config": None}, "needs a `vision_config`"),
@@ -58,7 +59,7 @@ def test_wrong_fields_are_refused(fields, message):
         "connector_type": "perceiver",
         "cross_attention_config": {"context_size": 24},
     }
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, StrictDataclassError), match=message):
         XAttnConfig(**options | fields)
 
 

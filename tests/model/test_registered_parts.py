@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from own_parts import OWN, PoolingConnector, ScaleGate, SigmoidGate
 from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from torch import nn
@@ -206,7 +207,7 @@ def test_what_cannot_be_registered():
 def test_options():
     with pytest.raises(ValueError, match="`gate_options` are for a gate of your own, got {'offset': 1} with 'tanh'"):
         CrossAttentionConfig(gate_options={"offset": 1})
-    with pytest.raises(ValueError, match="`gate_options` must be a dict or None, got 3"):
+    with pytest.raises(StrictDataclassError, match="'gate_options' with value 3"):
         CrossAttentionConfig(gate="offset_sigmoid", gate_options=3)
     with pytest.raises(ValueError, match="`connector_options` must hold what JSON can save"):
         XAttnConfig(text_config=make_text().config, connector_type="pooling", connector_options={"pool": {4}})

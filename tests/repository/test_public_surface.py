@@ -1,9 +1,9 @@
-"""Every argument of every public function: the right answer, or an error that names it. See `surface.py`.
+"""Every tensor, cache and row that the public layers and models take: the right answer, or an error that names it.
 
-Signatures are read, so a new argument or a new function without a row fails here.
+See `surface.py`. Signatures are read, so a new argument without a row fails here. Other values, such as options and
+paths, get the errors of Python and transformers.
 """
 
-import dataclasses
 import functools
 import inspect
 import tempfile
@@ -14,7 +14,6 @@ import torch
 from surface import (
     KINDS,
     NOTHING,
-    TRANSFORMERS,
     Fine,
     Surface,
     Wrong,
@@ -25,43 +24,31 @@ from surface import (
     tensor,
     value,
 )
-from surface_adapters import SURFACES as ADAPTERS
 from surface_images import IMAGE_MASK, MASK, PIXELS, RATIO_IDS, RATIO_MASK, ROWS, STATES, image_rows
-from surface_images import SURFACES as IMAGES
-from surface_maps import SURFACES as MAPS
-from surface_parts import SURFACES as PARTS
 from surface_processor import processor_surfaces
-from surface_saving import SURFACES as SAVING
-from surface_training import SURFACES as TRAINING
-from surface_web import SURFACES as WEB
+from template_models import make_processor
 from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
-from tiny_models import TEXT_CONFIGS, make_model, make_text, token_ids, vision_config
-from transformers import AutoModel, AutoTokenizer, PreTrainedConfig
+from tiny_models import make_model, token_ids
+from transformers import AutoTokenizer
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-import hf_xattn
 from hf_xattn import (
     CrossAttentionConfig,
     GatedCrossAttention,
     GatedCrossAttentionBlock,
-    XAttnConfig,
+    XAttnDataCollator,
     XAttnForConditionalGeneration,
     XAttnModel,
-    XAttnProcessor,
-    freeze_base,
     importers,
-    retrofit,
 )
 from hf_xattn.cache import image_cache
-from hf_xattn.configuration_xattn import PerceiverConfig
 from hf_xattn.images.image_inputs import IMAGE_ARGUMENTS
-from hf_xattn.processing import image_limits
-from hf_xattn.serving import web
 from hf_xattn.storage import image_files
 from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 
 IDS = token_ids()
+ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
 
 # --- what the functions work on, made once
@@ -84,13 +71,10 @@ def tiled():
 
 @functools.cache
 def folder():
-    """A folder with checkpoints, a processor's parts and an image cache."""
+    """A folder with a processor's parts."""
     path = Path(tempfile.mkdtemp(dir=FOLDER.name))
     make_text_checkpoint(path / "tokenizer")
     make_vision_checkpoint(path / "image_processor")
-    make_text().save_pretrained(path / "text")
-    AutoModel.from_config(vision_config()).save_pretrained(path / "vision")
-    image_files.save_image_cache(images(), path / "images.safetensors", model())
     return path
 
 
@@ -194,109 +178,22 @@ LAYER = {
 }
 
 
-def call_retrofit(**given):
-    return retrofit(**needs(given, text=make_text(), vision=AutoModel.from_config(vision_config())))
-
-
-FIELDS = {
-    "image_token_id": value(none=Fine(None), kind="<image>", size=1000, dtype=3.0),
-    "image_visibility": value(none=None, kind=3, size="first"),
-    "additional_vocab_size": value(none=None, kind="2", size=-1, dtype=2.0),
-    "additional_vocab_in_head": value(none=None, kind="yes", size=True),
-    "connector_type": value(none=None, kind=3, size="conv"),
-    "connector_options": value(none=Fine(None), kind=3, size={"pool": 2}),
-    "connector_hidden_act": value(none=None, kind=3, size="gelo"),
-    "connector_bias": value(none=None, kind="no"),
-    "vision_feature_select_strategy": value(none=None, kind=3, size="cls"),
-    "vision_feature_layer": value(none=Fine(None), kind="2", size=9, dtype=1.0),
-    "vision_hidden_size": value(none=Fine(None), kind="8", size=0, dtype=8.5),
-    "perceiver_config": value(none=Fine(None), kind=3, size=Wrong({"num_latents": 3}, "connector_type")),
-    "cross_attention_layers": value(none=Fine(None), kind="1", rank=1, size=[9], dtype=[1.0]),
-}
-
-
 @torch.no_grad()
 def call_cache(function, **given):
-    needed = {
-        "cache": images(),
-        "caches": [images(), images()],
-        "rows": [0],
-        "path": folder() / "images.safetensors",
-        "model": model(),
-    }
+    needed = {"cache": images(), "caches": [images(), images()], "rows": [0]}
     names = inspect.signature(function).parameters
     return function(**needs(given, **{name: needed[name] for name in names}))
 
 
 ENCODED = value(none=None, kind=[1], size=EncoderDecoderCache(DynamicCache(), DynamicCache()))
-MODEL = value(none=None, kind="model")
-SOURCE = value(none=None, kind=3, size="/no/such/folder")
-OUTPUT = value(none=None, kind=3)
 
-
-def call_import(function, **given):
-    return function(**needs(given, source="/no/such/folder", output=Path(tempfile.mkdtemp(dir=FOLDER.name)) / "new"))
-
-
-def call_config(make, **given):
-    if make is XAttnConfig:
-        given = needs(given, text_config=TEXT_CONFIGS["llama"]())
-        if given.get("perceiver_config") is not None and not isinstance(given["perceiver_config"], dict):
-            given = needs(given, vision_config=vision_config(), connector_type="perceiver")
-    return make(**given)
-
-
-def own_fields(make):
-    return {field.name for field in dataclasses.fields(make)} - {
-        field.name for field in dataclasses.fields(PreTrainedConfig)
-    }
-
-
-SIZE = value(none=None, kind="8", size=0, dtype=8.5)
-DERIVED = value(none=Fine(None), kind="8", size=0, dtype=8.5)
-FLAG = value(none=None, kind="no", dtype=1)
-NUMBER = value(none=None, kind="0.5", size=float("nan"))
-CHOICE = value(none=None, kind=3, size="other")
-PART = value(none=Fine(None), kind=3)
-BLOCK_FIELDS = {
-    **dict.fromkeys(
-        ("hidden_size", "num_attention_heads", "position_bias_num_buckets", "position_bias_max_distance"), SIZE
-    ),
-    **dict.fromkeys(("context_size", "num_key_value_heads", "head_dim", "intermediate_size"), DERIVED),
-    **dict.fromkeys(("hidden_act", "mlp_type", "norm_type", "gate", "gate_granularity", "position"), CHOICE),
-    **dict.fromkeys(
-        ("attention_bias", "mlp_bias", "zero_init", "qk_norm", "context_norm", "quiet_softmax", "position_bias"), FLAG
-    ),
-    **dict.fromkeys(("norm_eps", "attention_dropout", "gate_init", "initializer_range"), NUMBER),
-    "qk_norm_eps": value(none=Fine(None), kind="0.5", size=float("nan")),
-    "gate_options": value(none=Fine(None), kind=3, size={"offset": 4}),
-    "position_options": value(none=Fine(None), kind=3, size={"rate": 0.5}),
-}
-PERCEIVER_FIELDS = {
-    **dict.fromkeys(("num_latents", "num_hidden_layers", "num_attention_heads", "head_dim"), SIZE),
-    **dict.fromkeys(("hidden_size", "intermediate_size"), DERIVED),
-    "num_image_positions": value(none=None, kind="8", size=-1, dtype=8.5),
-    "hidden_act": CHOICE,
-    "qk_norm": FLAG,
-    "norm_eps": NUMBER,
-}
-MODEL_FIELDS = {
-    **FIELDS,
-    "additional_vocab_scaled": value(none=None, kind="yes"),
-    "text_config": value(none=None, kind=3),
-    "vision_config": PART,
-    "cross_attention_config": value(none=Fine(None), kind=3, size=Wrong({"hidden_size": 8}, "hidden_size.*8")),
-    "source_config": value(none=Fine(None), kind="mllama"),
-}
 
 SURFACES = {
-    **TRAINING,
-    **MAPS,
-    **ADAPTERS,
-    **SAVING,
-    **PARTS,
-    **WEB,
-    **IMAGES,
+    "collate": Surface(
+        XAttnDataCollator.__call__,
+        lambda **given: XAttnDataCollator(make_processor())(**needs(given, rows=[ROW])),
+        {"rows": value(none=Wrong(None, "got NoneType"), kind=3, rank=Wrong(ROW, "got dict"), size=Wrong([], "empty"))},
+    ),
     "forward": Surface(
         XAttnForConditionalGeneration.forward, call_of("forward", input_ids=True), image_rows(**TEXT, **HEAD)
     ),
@@ -346,38 +243,6 @@ SURFACES = {
             "return_dict": switch(),
         },
     ),
-    "retrofit": Surface(
-        retrofit,
-        call_retrofit,
-        {
-            **FIELDS,
-            "connector_type": {**FIELDS["connector_type"], "none": Fine(None)},
-            "text": value(none=None, kind=3, size="/no/such/folder"),
-            "vision": value(none=Fine(None), kind=3, size="/no/such/folder"),
-            "layers": {  # another name of the same
-                kind: Wrong(given, "cross_attention_layers") if kind != "none" and given is not NOTHING else given
-                for kind, given in FIELDS["cross_attention_layers"].items()
-            },
-            "every": value(none=None, kind="4", size=0, dtype=4.0),
-            "cross_attention": value(none=Fine(None), kind=3, size=Wrong({"hidden_size": 8}, "hidden_size.*8")),
-        },
-    ),
-    "freeze_base": Surface(
-        freeze_base,
-        lambda **given: freeze_base(**needs(given, model=make_model())),
-        {"model": value(none=None, kind=torch.nn.Linear(2, 2)), "vision": switch()},
-    ),
-    "enable_image_store": Surface(
-        XAttnModel.enable_image_store,
-        lambda **given: make_model().enable_image_store(**given),
-        {
-            "max_bytes": value(none=None, kind="1GB", size=0, dtype=1e9),
-            "dtype": value(none=Fine(None), kind=8, size=Wrong("int4", "dtype.*int4"), dtype=torch.int8),
-        },
-    ),
-    "disable_image_store": Surface(
-        XAttnModel.disable_image_store, lambda **given: make_model().disable_image_store(**given), {}
-    ),
     **processor_surfaces(parts),
     "mask_labels": Surface(
         XAttnForConditionalGeneration.mask_labels,
@@ -400,32 +265,6 @@ SURFACES = {
         functools.partial(call_cache, image_files.combine_images),
         {"caches": value(none=None, kind=3, rank=[[1]], size=Wrong([], "empty"))},
     ),
-    "save_image_cache": Surface(
-        image_files.save_image_cache,
-        functools.partial(call_cache, image_files.save_image_cache),
-        {"cache": ENCODED, "path": OUTPUT, "model": MODEL},
-    ),
-    "load_image_cache": Surface(
-        image_files.load_image_cache,
-        functools.partial(call_cache, image_files.load_image_cache),
-        {"path": OUTPUT, "model": MODEL},
-    ),
-    **{
-        name: Surface(
-            getattr(importers, name),
-            functools.partial(call_import, getattr(importers, name)),
-            {"source": SOURCE, "output": OUTPUT if name != "import_checkpoint" else {**OUTPUT, "none": NOTHING}},
-        )
-        for name in importers.__all__
-    },
-    **{
-        make.__name__: Surface(make, functools.partial(call_config, make), rows, fields=own_fields(make))
-        for make, rows in (
-            (CrossAttentionConfig, BLOCK_FIELDS),
-            (PerceiverConfig, PERCEIVER_FIELDS),
-            (XAttnConfig, MODEL_FIELDS),
-        )
-    },
 }
 
 
@@ -457,32 +296,3 @@ MISSPELT = [(name, argument) for name, surface in SURFACES.items() for argument 
 def test_misspelt_names_are_refused(name, argument):
     """A misspelt argument that is ignored."""
     check_misspelt(SURFACES[name], argument)
-
-
-# Called by this package with values that it made; and without arguments.
-# What the core and its extras call on a model.
-INTERNAL = {
-    *("add_images", "image_identity", "project_images", "taking_over"),
-    *("find_numbering", "find_samples", "find_source", "images_of_nobody", "why_uncached", "zero_of_others"),
-}
-
-
-def test_every_public_function_has_a_table():
-    """A new function, method or configuration that nobody asked about."""
-    tabled = {surface.function for surface in SURFACES.values()}
-    modules = (hf_xattn, importers, image_cache, image_files, web)
-    assert image_limits.ImageLimits in tabled
-    public = [getattr(module, name) for module in modules for name in module.__all__]
-    models = (XAttnModel, XAttnForConditionalGeneration)
-    with_methods = {*models, GatedCrossAttention, GatedCrossAttentionBlock, XAttnProcessor, image_cache.ImageCache}
-    with_methods.add(hf_xattn.AttentionMaps)
-    missing = [thing for thing in public if callable(thing) and thing not in tabled and thing not in with_methods]
-    assert missing == []
-    for model_class in models:
-        for base in model_class.__mro__:
-            if base.__module__.startswith("hf_xattn"):
-                for name, member in vars(base).items():
-                    is_method = inspect.isfunction(member) or isinstance(member, classmethod)
-                    if is_method and not name.startswith("_") and name not in TRANSFORMERS | INTERNAL:
-                        of_body = getattr(XAttnModel, name, None)
-                        assert member in tabled or of_body in tabled, f"{model_class.__name__}.{name}"

@@ -12,7 +12,7 @@ from .things import Thing, of_kind
 
 Phrasings = Mapping[str, Sequence[str]]
 NUMBERS = ("no", "one", "two", "three", "four")
-# What is trained on. A few phrasings are not enough: asked in other words, the text model answers as if there were no picture.
+# What is trained on. With few phrasings the text model, asked in other words, answers as if there were no picture.
 PHRASINGS: Phrasings = {
     "name": (
         "What is it?",
