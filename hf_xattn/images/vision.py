@@ -74,7 +74,7 @@ def run_tower(
 
 
 def _with_features_of(
-    layers: int | list[int], output: BaseModelOutput, width: int | None, keeps_states: bool
+    layers: int | list[int] | tuple[int, ...], output: BaseModelOutput, width: int | None, keeps_states: bool
 ) -> BaseModelOutput:
     """Puts the hidden states of layers of a tower in the place of its last one."""
     states, last = getattr(output, "hidden_states", None), output.last_hidden_state
