@@ -12,11 +12,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import BatchFeature, ProcessorMixin
 from transformers.processing_utils import ImagesKwargs, TextKwargs
-from transformers.utils.chat_template_utils import _get_template_variables, render_jinja_template
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from .checkpoints.folders import MANIFEST, find_manifest
 from .processing.chat_messages import Conversation, is_batch, of_row, read_conversation, with_images
-from .processing.chat_templates import default_template, to_template
+from .processing.chat_templates import default_template, template_variables, to_template
 from .processing.image_limits import check_image_processor
 from .processing.image_reading import read_images
 from .processing.samples import OF_VIDEOS, lay_out, read_samples, read_texts
@@ -226,7 +226,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             slow = type_name(self.tokenizer)
             raise ValueError(f"`return_assistant_tokens_mask` needs a fast tokenizer, with offsets; got {slow}.")
         template = self._template(chat_template, tools)
-        variables = {name: kwargs.pop(name) for name in set(kwargs) & _get_template_variables(template)}
+        variables = {name: kwargs.pop(name) for name in set(kwargs) & template_variables(template)}
         call = {**(processor_kwargs or {}), **kwargs}
         refuse_unknown(self.apply_chat_template, call, self._known_kwargs()[2] | {"images", "audio", "audio_kwargs"})
         batched = is_batch(conversation)

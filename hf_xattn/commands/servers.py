@@ -1,6 +1,6 @@
 """`hf-xattn serve` and `hf-xattn web`: servers for one model, which is loaded when they start.
 
-`serve` is transformers' OpenAI-compatible server; `web` a page to draw, ask, and see where the model looked.
+`serve` answers clients of the OpenAI API; `web` is a page to draw, ask, and see where the model looked.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import argparse
 import json
 import socket
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from .shared import add_answers, add_model, add_number, answer_options, check_least, load_model_and_images
@@ -29,11 +28,10 @@ def register_serve(commands: argparse._SubParsersAction) -> None:
     add_number(parser, "--max-requests", 16, "most requests that are read, wait or are answered at the same time")
     add_number(parser, "--max-new-tokens", 4096, "most tokens that a client may ask for in an answer")
     add_number(parser, "--max-beams", 8, "most beams that a client may ask for")
-    parser.add_argument(
-        "--private-addresses",
-        action="store_true",
-        help="fetch images that clients name also from this machine and from private networks",
-    )
+    fetch = "fetch images from the public web addresses that clients name (default: data URLs alone)"
+    parser.add_argument("--fetch-images", action="store_true", help=fetch)
+    private = "fetch images also from this machine and from private networks"
+    parser.add_argument("--private-addresses", action="store_true", help=private)
     _add_listening(parser, port=8000)
     parser.set_defaults(run=run_serve, image=None)
 
@@ -42,19 +40,25 @@ def run_serve(arguments: argparse.Namespace) -> None:
     check_least(arguments, 0, "image_store")
     check_least(arguments, 1, "max_image_mib", "max_request_mib", "max_new_tokens", "max_beams")
     check_least(arguments, 1, "max_images", "max_request_megapixels", "max_requests")
-    from transformers.utils.import_utils import is_serve_available
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ImportError("`hf-xattn serve` needs FastAPI: run `pip install 'fastapi>=0.115' uvicorn`.") from error
+    from ..serving.request_limits import ServerLimits
+    from ..serving.serving import Server, build_app, check_answers
 
-    if not is_serve_available():
-        raise ImportError("`hf-xattn serve` needs transformers' server: run `pip install 'transformers[serving]'`.")
-    from ..serving.request_pictures import RequestBounds
-    from ..serving.served_requests import AnswerLimits
-    from ..serving.serving import SERVED, Server, build_app, check_answers
-
-    limits = replace(SERVED, max_bytes=arguments.max_image_mib * 2**20, private_addresses=arguments.private_addresses)
-    answers = AnswerLimits(arguments.max_new_tokens, arguments.max_beams)
-    requests = RequestBounds(arguments.max_images, arguments.max_request_megapixels * 10**6, arguments.max_requests)
-    max_request_bytes = arguments.max_request_mib and arguments.max_request_mib * 2**20
-
+    limits = ServerLimits(
+        max_image_bytes=arguments.max_image_mib * 2**20,
+        max_request_bytes=arguments.max_request_mib and arguments.max_request_mib * 2**20,
+        max_images=arguments.max_images,
+        max_pixels=arguments.max_request_megapixels * 10**6,
+        max_requests=arguments.max_requests,
+        max_new_tokens=arguments.max_new_tokens,
+        max_beams=arguments.max_beams,
+        fetch=arguments.fetch_images or arguments.private_addresses,
+        private_addresses=arguments.private_addresses,
+    )
     with bind(arguments.host, arguments.port) as listener:
         name = arguments.name or arguments.model
         print(f"Loading {arguments.model}", flush=True)
@@ -68,8 +72,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
             print(f"Ready: {address} serves {name}. Stop with Ctrl-C.\n{_question(address, name)}", flush=True)
 
         try:
-            app = build_app(name, model, processor, limits, max_request_bytes, answers, requests)
-            Server(app, ready).run(sockets=[listener])
+            Server(build_app(name, model, processor, limits), ready).run(sockets=[listener])
         except KeyboardInterrupt:  # raised again by uvicorn after a clean stop
             pass
 

@@ -7,6 +7,7 @@ that writes the same marker itself gets the lists of parts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,9 @@ DEFAULT_CHAT_TEMPLATE = """{%- for message in messages -%}
 # A key that no template reads. If its value is in the text, the template has printed a whole list of parts.
 CANARY = "xattncanary"
 
+# A tag of transformers' own, around what the model says.
+GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+
 Dicts = list[dict[str, Any]]
 Form = Callable[[Message], Any]  # returns the content that the template gets
 
@@ -38,6 +42,16 @@ def default_template(tokenizer: Any) -> str:
     first = tokenizer("a")["input_ids"][:1]
     begins = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
     return ("{{- bos_token -}}" if begins else "") + DEFAULT_CHAT_TEMPLATE
+
+
+def template_variables(*templates: str | None) -> set[str]:
+    """The names that chat templates read and do not set: messages, tools, and what a caller may add."""
+    from jinja2 import meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    parsed = [environment.parse(GENERATION.sub("", template)) for template in templates if template is not None]
+    return set().union(*map(meta.find_undeclared_variables, parsed))
 
 
 def check_template(processor: Any) -> None:

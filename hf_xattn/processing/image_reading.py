@@ -22,7 +22,7 @@ from transformers.image_utils import ChannelDimension, infer_channel_dimension_f
 from transformers.utils import logging
 
 from ..utils.tensor_checks import type_name
-from .image_limits import LIMITS, ImageLimits, download, resized_pixels
+from .image_limits import LIMITS, resized_pixels
 
 
 if TYPE_CHECKING:
@@ -48,14 +48,7 @@ def is_pil(image: Any) -> bool:
     return isinstance(image, Image.Image)
 
 
-def read_image(
-    image: Any,
-    name: str = "images",
-    *,
-    input_data_format: Any = None,
-    rescale: bool = True,
-    limits: ImageLimits | None = None,
-) -> Any:
+def read_image(image: Any, name: str = "images", *, input_data_format: Any = None, rescale: bool = True) -> Any:
     """Returns an upright RGB image: PIL images, files and URLs as a PIL image, arrays as `(3, height, width)`.
 
     Transparent areas become white, as in transformers' `convert_to_rgb`.
@@ -65,18 +58,16 @@ def read_image(
         name (`str`): name of the argument in errors.
         input_data_format (*optional*): as in the image processor; for arrays only.
         rescale (`bool`): whether the image processor will divide the values by 255.
-        limits ([`ImageLimits`], *optional*): of files and addresses. Default: [`LIMITS`].
 
     Raises:
         TypeError: for an image of any other type.
-        ValueError: for a file that is not an image, is broken, or is larger than `limits` allow; for an address that
+        ValueError: for a file that is not an image, is broken, or is larger than [`LIMITS`] allow; for an address that
             cannot be loaded; and for an array with a wrong shape or wrong values.
     """
-    limits = limits or LIMITS
     if isinstance(image, (str, Path, bytes)):
-        image = _open(image, name, limits)
+        image = _open(image, name)
     if is_pil(image):
-        _check_size(image, name, limits)
+        _check_size(image, name)
         return _rgb(image, name)
     if is_array(image):
         return _rgb_array(image, name, input_data_format, rescale)
@@ -251,64 +242,44 @@ def _check_frames(number: int) -> None:
         )
 
 
-def open_image(source: str | Path | bytes, name: str, *, limits: ImageLimits) -> Image:
+def open_image(source: str | Path | bytes, name: str) -> Image:
     """Opens the image of a path, URL, data URL, base64 or a file's content. Its pixels are not read yet.
 
     Raises the errors of [`read_image`].
     """
-    image = _open(source, name, limits)
-    _check_size(image, name, limits)
+    image = _open(source, name)
+    _check_size(image, name)
     return image
 
 
-def _open(source: str | Path | bytes, name: str, limits: ImageLimits) -> Image:
+def _open(source: str | Path | bytes, name: str) -> Image:
     """Transformers' `load_image` drops the alpha channel, so transparent areas would not become white."""
     from PIL import UnidentifiedImageError
 
-    if isinstance(source, bytes):
-        return _open_bytes(source, name, limits)
-    text = str(source)
+    text = "" if isinstance(source, bytes) else str(source)
     try:
+        if isinstance(source, bytes):
+            return _decoder(BytesIO(source))
         if isinstance(source, str) and text.startswith(("http://", "https://")):
-            return _decoder(BytesIO(_download(text, name, limits)))
+            return _decoder(BytesIO(_download(text)))
         if isinstance(source, str) and text.startswith("data:"):
-            _check_length(text, name, limits)
             content = "".join(unquote(text.partition(",")[2]).split())
             return _decoder(BytesIO(base64.b64decode(content, validate=True)))
         if isinstance(source, str) and text.startswith("file://"):
             source = Path(url2pathname(urlsplit(text).path))
         if isinstance(source, Path) or _is_file(text):
             return _decoder(source)
-        _check_length(text, name, limits)
         return _decoder(BytesIO(base64.b64decode("".join(text.split()), validate=True)))
     except (UnidentifiedImageError, binascii.Error, UnicodeError) as error:
-        if isinstance(source, Path) or _is_file(text) or text.startswith(("http://", "https://", "data:")):
+        if isinstance(source, (Path, bytes)) or _is_file(text) or text.startswith(("http://", "https://", "data:")):
             raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read as an image.") from error
         as_text = " Pass text as `text=`." if name == "images" and " " in text.strip() else ""
         raise ValueError(
             f"Expected `{name}` to hold an image, or its path, URL, data URL or base64, got {_short(source)}: there is "
             f"no such file.{as_text}"
         ) from error
-    except _Refused as error:
-        raise ValueError(str(error)) from error.__cause__
     except Exception as error:  # decoders of broken files raise errors of many kinds
         raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read: {error}") from error
-
-
-def _open_bytes(content: bytes, name: str, limits: ImageLimits) -> Image:
-    if len(content) > limits.max_bytes:
-        raise ValueError(
-            f"`{name}` holds an image of {len(content)} bytes: expected at most {limits.max_bytes} "
-            "(`ImageLimits.max_bytes`)."
-        )
-    try:
-        return _decoder(BytesIO(content))
-    except Exception as error:  # decoders of broken files raise errors of many kinds
-        raise ValueError(f"`{name}` holds {len(content)} bytes that cannot be read as an image: {error}") from error
-
-
-class _Refused(Exception):
-    """Holds a message that names the image already."""
 
 
 def _is_file(text: str) -> bool:
@@ -329,31 +300,25 @@ def _decoder(file: Any) -> Image:
     return image
 
 
-def _check_length(text: str, name: str, limits: ImageLimits) -> None:
-    if len(text) * 3 // 4 > limits.max_bytes:
-        raise _Refused(
-            f"`{name}` holds {_short(text)}: expected at most {limits.max_bytes} bytes of an image "
-            f"(`ImageLimits.max_bytes`), got {len(text) * 3 // 4}."
-        )
-
-
-def _check_size(image: Image, name: str, limits: ImageLimits) -> None:
+def _check_size(image: Image, name: str) -> None:
     """Raises a `ValueError` for an image that is too large, by its header: no pixel is read before."""
-    if image.width * image.height > limits.max_pixels:
+    if image.width * image.height > LIMITS.max_pixels:
         raise ValueError(
-            f"`{name}` holds an image of {image.width} x {image.height} pixels: expected at most {limits.max_pixels} "
+            f"`{name}` holds an image of {image.width} x {image.height} pixels: expected at most {LIMITS.max_pixels} "
             "pixels. A larger limit is set with `hf_xattn.processing.image_limits.LIMITS.max_pixels`."
         )
 
 
-def _download(url: str, name: str, limits: ImageLimits) -> bytes:
-    try:
-        return download(url, limits)
-    except ValueError as error:
-        raise _Refused(f"`{name}` holds {_short(url)}, which cannot be loaded: {error}") from error
+def _download(url: str) -> bytes:
+    """As transformers' `load_image`, but a page that says that something is wrong is no image."""
+    from huggingface_hub.utils import httpx
+
+    return httpx.get(url, timeout=60.0, follow_redirects=True).raise_for_status().content
 
 
-def _short(source: str | Path) -> str:
+def _short(source: str | Path | bytes) -> str:
+    if isinstance(source, bytes):
+        return f"{len(source)} bytes"
     text = str(source)
     return repr(text) if len(text) <= 120 else f"{text[:80]!r}... ({len(text)} characters)"
 

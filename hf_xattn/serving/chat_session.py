@@ -9,30 +9,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import StoppingCriteriaList, TextStreamer
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..cache.xattn_cache import XAttnCache
 from ..maps.answer_maps import answer_maps
 from ..maps.attention_maps import AttentionMaps
 from ..maps.words import Word, words_of
+from .stop_strings import StopWhenAsked
 
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from ..modeling_xattn import XAttnForConditionalGeneration
-
-
-class _StopWhenAsked(StoppingCriteria):
-    """Ends an answer after the token at which `asked` returns True."""
-
-    def __init__(self, asked: Callable[[], bool]):
-        self.asked = asked
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        stops: Any = torch.full((input_ids.shape[0],), self.asked(), device=input_ids.device, dtype=torch.bool)
-        return stops
 
 
 class _Pieces(TextStreamer):
@@ -191,7 +181,7 @@ class ChatSession:
         cache = self._cache_for(input_ids[0])
         # If generation fails, the state of the cache is unknown.
         self._cache = None
-        stopping = None if stop is None else StoppingCriteriaList([_StopWhenAsked(stop)])
+        stopping = None if stop is None else StoppingCriteriaList([StopWhenAsked(stop)])
         given: dict[str, Any] = {
             "cache": cache,
             "streamer": streamer,

@@ -19,11 +19,14 @@ PATH = re.compile(r"(?<![\w.:/])~?/[\w.-]+/[\w.-]|(?<!\w)[A-Za-z]:\\\w")
 FAILURE = "The server has failed at this request. Its log has the reason."
 
 
-def told(error: Exception) -> tuple[int, str]:
-    """The status and the words with which a client hears of an error. What is not the client's error goes to the log.
+class Refused(ValueError):
+    """What is wrong with a request, in words for its client."""
 
-    Transformers' server would answer `Internal Server Error`.
-    """
+
+def told(error: Exception) -> tuple[int, str]:
+    """The status and the words with which a client hears of an error. Errors of the server go to its log."""
+    if isinstance(error, Refused):
+        return 400, str(error)
     words = f"{type(error).__name__}: {error}"
     if isinstance(error, (ValueError, TypeError, TemplateError)) and not PATH.search(words):
         return 400, words  # they name the wrong argument

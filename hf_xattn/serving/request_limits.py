@@ -9,11 +9,33 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 
 LINGER = 5.0  # seconds that a refused client may go on sending
 BODY_SECONDS = 120.0  # for the whole body of a request
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What requests to `hf-xattn serve` may take. The operator sets it."""
+
+    max_image_bytes: int = 20 * 2**20  # of an image that a client sends or names
+    max_request_bytes: int | None = None  # of the body of a request. Default: `room_for_images`
+    max_images: int = 64  # of a request
+    max_pixels: int = 68 * 10**6  # of all images of a request, as they are or as the image processor resizes them
+    max_requests: int = 16  # that are read, wait or are answered at the same time
+    max_new_tokens: int = 4096  # of an answer
+    max_beams: int = 8  # of beam search; each takes the memory of an answer
+    fetch: bool = False  # whether images are fetched from the web addresses that clients name
+    private_addresses: bool = False  # whether also from this machine and from private networks
+    max_seconds: float = 30.0  # for all downloads of a request
+
+    @property
+    def room_for_images(self) -> int:
+        """The bytes of four images of the largest size in base64, and a mebibyte of text."""
+        return 4 * (self.max_image_bytes * 4 // 3) + 2**20
 
 
 class RequestLimits:

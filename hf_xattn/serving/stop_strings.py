@@ -1,27 +1,27 @@
-"""Texts at which an answer ends: the answer ends in front of them, whole or as a stream."""
+"""Where an answer ends: in front of a stop string, whole or as a stream, or when nobody waits for it."""
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import StoppingCriteria
 
 
-def stops_of(*configs: Any) -> list[str]:
-    """The stop strings of generation configurations."""
-    found: list[str] = []
-    for config in configs:
-        given = config.stop_strings or []
-        found += [given] if isinstance(given, str) else given
-    return found
-
-
 def place_of_stop(text: str, stops: list[str]) -> int | None:
     """Where the first stop string of a text begins; None without one."""
     return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
+
+
+def shown_length(text: str, stops: list[str]) -> int:
+    """How many characters of an unfinished text stand in front of a stop string, and of what may begin one."""
+    place = place_of_stop(text, stops)
+    if place is not None:
+        return place
+    longest = min(len(text), max(map(len, stops), default=1) - 1)
+    begun = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops))
+    return len(text) - next(begun, 0)
 
 
 class StopAtText(StoppingCriteria):
@@ -42,48 +42,12 @@ class StopAtText(StoppingCriteria):
         return torch.tensor(done, device=input_ids.device)  # type: ignore[return-value]
 
 
-class UntilStop:
-    """The queue of a streamed answer, as transformers' server reads it, up to a stop string.
+class StopWhenAsked(StoppingCriteria):
+    """Ends an answer after the token at which `asked` returns True."""
 
-    Text that may begin a stop string is held back. The queue has pieces of text, each an `str` or a class of its own;
-    other things, such as tool calls; and None at the end.
-    """
+    def __init__(self, asked: Callable[[], bool]):
+        self.asked = asked
 
-    def __init__(self, queue: asyncio.Queue, stops: list[str]):
-        self.queue, self.stops = queue, stops
-        self.held, self.kind = "", str
-        self.ready: deque[Any] = deque()
-
-    async def get(self) -> Any:
-        while not self.ready:
-            self._take(await self.queue.get())
-        return self.ready.popleft()
-
-    def get_nowait(self) -> Any:
-        """Raises `asyncio.QueueEmpty` if nothing is ready."""
-        while not self.ready:
-            self._take(self.queue.get_nowait())
-        return self.ready.popleft()
-
-    def _take(self, item: Any) -> None:
-        if type(item) is not self.kind:  # reasoning and answer are texts of their own
-            self._give(self.held)
-            self.held = ""
-            if not isinstance(item, str):
-                self.ready.append(item)
-                return
-            self.kind = type(item)
-        text = self.held + item
-        place = place_of_stop(text, self.stops)
-        if place is not None:
-            self._give(text[:place])
-            self.ready.append(None)
-            return
-        lengths = range(min(len(text), max(map(len, self.stops)) - 1), 0, -1)
-        held = next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
-        self._give(text[: len(text) - held])
-        self.held = text[len(text) - held :]
-
-    def _give(self, text: str) -> None:
-        if text:
-            self.ready.append(self.kind(text))
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        stops: Any = torch.full((input_ids.shape[0],), self.asked(), device=input_ids.device, dtype=torch.bool)
+        return stops

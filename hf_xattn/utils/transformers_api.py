@@ -46,10 +46,7 @@ _TABLE = {
     ("integrations.accelerate", OLDEST): "_hf_hook",
     ("modeling_layers", OLDEST): "_gradient_checkpointing_func",
     ("processing_utils", OLDEST): "_merge_kwargs",
-    ("utils.chat_template_utils", OLDEST): "_get_template_variables",
     ("tokenization_utils_base", "5.23.0"): "_mark_chat_inputs",
-    ("cli.serving.response", OLDEST): "_non_streaming _streaming",
-    ("cli.serving.utils", OLDEST): "_GenerationCancelled",
     ("exporters.base", "5.23.0"): "ExportedModel",
 }
 PRIVATE = {name: where for where, names in _TABLE.items() for name in names.split()}

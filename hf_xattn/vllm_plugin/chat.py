@@ -11,11 +11,11 @@ import functools
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import _get_template_variables
 from vllm.renderers.chat_utils import parse_chat_messages, parse_chat_messages_async
 from vllm.renderers.hf import HfRenderer
 from vllm.utils.async_utils import make_async
 
+from ..processing.chat_templates import template_variables
 from ..processing_xattn import XAttnProcessor
 from .mllama import is_mllama, written_prompt
 from .processors import processor_of
@@ -47,7 +47,7 @@ class XAttnRenderer(HfRenderer):
         named = given.get("chat_template")
         template = self.processor._template(named, given.get("tools"))
         # The engine passes more than any one template reads.
-        known = _get_template_variables(template) | OF_PROCESSOR
+        known = template_variables(template) | OF_PROCESSOR
         options = {name: value for name, value in given.items() if name in known}
         try:
             text = self.processor.apply_chat_template(conversation, chat_template=named, tokenize=False, **options)

@@ -22,6 +22,7 @@ class Served:
 
     def __init__(self, folder, name, **limits):
         from hf_xattn.commands.servers import bind
+        from hf_xattn.serving.request_limits import ServerLimits
         from hf_xattn.serving.serving import Server, build_app
 
         self.name = name
@@ -31,7 +32,8 @@ class Served:
         self.model.enable_image_store()
         listener, ready = bind("127.0.0.1", 0), threading.Event()
         self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.server = Server(build_app(name, self.model, self.processor, **limits), ready.set, log_level="critical")
+        app = build_app(name, self.model, self.processor, ServerLimits(**limits))
+        self.server = Server(app, ready.set, log_level="critical")
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
         self.thread.start()
         assert ready.wait(20)

@@ -336,7 +336,7 @@ def test_images_over_http(processor):
         url = f"http://127.0.0.1:{server.server_port}"
         expected = processor(images=picture())["pixel_values"]
         assert torch.equal(processor(images=f"{url}/a.png")["pixel_values"], expected)
-        with pytest.raises(ValueError, match="`images`.*cannot be loaded.*404"):
+        with pytest.raises(ValueError, match="`images`.*cannot be read.*404"):
             processor(images=f"{url}/b.png")
     finally:
         server.shutdown()

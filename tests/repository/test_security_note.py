@@ -14,6 +14,7 @@ from hf_xattn.commands.main import _parser
 from hf_xattn.importers.blocks import read_state_dict
 from hf_xattn.processing.image_limits import LIMITS
 from hf_xattn.processing.image_reading import read_image
+from hf_xattn.serving.request_limits import ServerLimits
 from hf_xattn.serving.web.visitors import MAX_BYTES, MAX_PIXELS
 
 
@@ -33,13 +34,13 @@ def test_limits_of_pictures():
 
 
 def test_limits_of_the_server():
-    """Another limit in the section on the server than in the server, or a download from the server's own network."""
-    serving = pytest.importorskip("hf_xattn.serving.serving")
-    served = serving.SERVED
-    pixels, seconds = served.max_pixels // 10**6, int(served.max_seconds)
-    text = f"at most {served.max_bytes // 2**20} MiB (`--max-image-mib`), {pixels} megapixels and {seconds} seconds"
-    assert text in GUIDE and not served.private_addresses
-    assert not _parser().parse_args(["serve", "model"]).private_addresses
+    """Another limit in the section on the server than in the server, or a download that nobody has allowed."""
+    limits = ServerLimits()
+    assert f"at most {limits.max_image_bytes // 2**20} MiB (`--max-image-mib`)" in GUIDE
+    assert f"of {limits.max_pixels // 10**6} megapixels in all" in GUIDE
+    assert f"{limits.max_seconds:g} seconds for all downloads" in GUIDE
+    arguments = _parser().parse_args(["serve", "model"])
+    assert not (limits.fetch or limits.private_addresses or arguments.fetch_images or arguments.private_addresses)
 
 
 @pytest.mark.parametrize("command", ["serve", "web"])

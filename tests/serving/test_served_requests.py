@@ -1,21 +1,20 @@
-"""Requests to `hf-xattn serve` that would make it read files of its machine, or ask its own network."""
+"""Requests that would make `hf-xattn serve` read files of its machine, or ask its own network."""
 
 import http.server
 import threading
 
 import pytest
 from chat_models import data_url, drawing, make_chat_model
+from huggingface_hub.utils import httpx
 from PIL import Image
-from transformers import AutoModelForImageTextToText
-
-from hf_xattn.commands.shared import load_processor
 
 
+pytest.importorskip("openai")
 pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
+from model_server import Served
 
-TEXT = {"type": "input_text", "text": "what is in the picture ?"}
-CALL = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+
+TEXT = {"type": "text", "text": "what is in the picture ?"}
 
 
 class Inside(http.server.BaseHTTPRequestHandler):
@@ -34,15 +33,13 @@ class Inside(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
-    from fastapi.testclient import TestClient
-
-    from hf_xattn.serving.serving import build_app
-
-    folder = make_chat_model(tmp_path_factory.mktemp("served"))
-    processor = load_processor(str(folder))
-    processor.chat_template += "{% if enable_thinking %} think {% endif %}{% for each in documents or [] %}{% endfor %}"
-    app = build_app("seeing", AutoModelForImageTextToText.from_pretrained(folder).eval(), processor)
-    return TestClient(app, raise_server_exceptions=False)
+    """A server that fetches public addresses, and its client."""
+    served = Served(make_chat_model(tmp_path_factory.mktemp("served")), "seeing", fetch=True)
+    used = "{% if enable_thinking %} think {% endif %}{% for each in documents or [] %}{% endfor %}"
+    served.processor.chat_template += used
+    with httpx.Client(base_url=served.address, timeout=60) as client:
+        yield client
+    served.stop()
 
 
 @pytest.fixture
@@ -65,59 +62,40 @@ def targets(tmp_path, monkeypatch):
     served.server_close()
 
 
-def responses(**body):
-    return "/v1/responses", {"input": "what ?", "max_output_tokens": 3, **body}
-
-
-def chat(**body):
-    return "/v1/chat/completions", {"messages": [{"role": "user", "content": "what ?"}], "max_tokens": 3, **body}
-
-
-def decisions(**body):
-    questions = {"q": {"type": "noul", "instructions": "is <pic> red ?"}}
-    return "/v1/systemone", {"state": "look at <pic>", "questions": questions, **body}
+def chat(*parts, **body):
+    message = {"role": "user", "content": [TEXT, *parts]}
+    return {"messages": [message], "max_tokens": 3, **body}
 
 
 def image(where):
-    return {"type": "input_image", "image_url": where}
+    return {"type": "image_url", "image_url": {"url": where}}
 
 
 CASES = {
-    "output of a tool": lambda where: responses(
-        input=[
-            {"role": "user", "content": "look"},
-            CALL,
-            {"type": "function_call_output", "call_id": "1", "output": [TEXT, image(where)]},
-        ]
-    ),
-    "parts with a content": lambda where: responses(input=[{**TEXT, "content": "x"}, {**image(where), "content": "x"}]),
-    "instructions": lambda where: responses(instructions=[image(where)]),
+    "a part": lambda where: chat(image(where)),
+    "a part without an object": lambda where: chat({"type": "image_url", "image_url": where}),
+    "a part of transformers": lambda where: chat({"type": "image", "path": where}),
+    "a second address of a part": lambda where: chat({"type": "image_url", "path": where}),
+    "a part with a text": lambda where: chat({**TEXT, "url": where}),
+    "a video": lambda where: chat({"type": "video_url", "video_url": {"url": where}}),
+    "output of a tool": lambda where: chat(messages=[{"role": "tool", "tool_call_id": "1", "content": [image(where)]}]),
+    "beside the content": lambda where: chat(messages=[{"role": "user", "content": "a", "images": [where]}]),
+    "a name": lambda where: chat(messages=[{"role": "user", "content": "a", "name": [image(where)]}]),
+    "a field": lambda where: chat(images=[where]),
     "images of the template": lambda where: chat(chat_template_kwargs={"images": [where]}),
     "arguments of the processor": lambda where: chat(chat_template_kwargs={"processor_kwargs": {"images": [where]}}),
-    "a decision": lambda where: decisions(assets={"<pic>": {"type": "image", "data_base64": where}}),
-    "a decision of transformers 5.20": lambda where: decisions(images=[where]),
+    "an assistant model": lambda where: chat(generation_config={"assistant_model": where}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_file_and_no_private_address(client, targets, case):
-    """An image that is named where images are not looked for: transformers hands its address to the processor, which
-    reads it.
-    """
+    """An image that is named where images are not looked for: the processor would read it."""
     places, opened = targets
-    for where in places:
+    for where in (*places, f"file://{places[0]}"):
         answer = _post(client, CASES[case](where))
         assert opened == [], "it was read"
-        assert answer.status_code == 400 or (answer.status_code == 404 and "decision" in case), answer.text
-
-
-def test_an_image_that_nobody_has_looked_for(client, targets, monkeypatch):
-    """A way to name images that a later transformers adds, and that this package does not know."""
-    places, opened = targets
-    monkeypatch.setattr("hf_xattn.serving.serving.image_parts", lambda *_: ())
-    for where in places:
-        answer = _post(client, responses(input=[{"role": "user", "content": [TEXT, image(where)]}]))
-        assert opened == [] and answer.status_code == 400 and "place where the server reads none" in answer.text
+        assert answer.status_code == 400, answer.text
 
 
 @pytest.mark.parametrize(
@@ -138,33 +116,21 @@ def test_template_kwargs_are_variables(client, given):
 
 
 def test_what_stays_allowed(client):
-    """A picture that a tool has returned, and variables of the template, refused with the rest."""
-    output = [{"type": "input_image", "image_url": data_url(drawing(0))}, TEXT]
-    asked = [{"role": "user", "content": "look"}, CALL]
-    body = responses(input=[*asked, {"type": "function_call_output", "call_id": "1", "output": output}])
-    assert _post(client, body).status_code == 200
-    body = chat(chat_template_kwargs={"enable_thinking": True, "documents": []})
-    assert _post(client, body).status_code == 200
-    for odd in ([3], ["role"]):
-        assert _post(client, responses(input=odd)).status_code == 400
+    """Variables of the template, refused with the rest; hints that change nothing."""
+    url = data_url(drawing(1))
+    assert _post(client, chat(chat_template_kwargs={"enable_thinking": True, "documents": []})).status_code == 200
+    hints = {"type": "image_url", "image_url": {"url": url, "detail": "low"}, "cache_control": {"type": "ephemeral"}}
+    assert _post(client, chat(hints)).status_code == 200
 
 
-def _post(client, request):
-    path, body = request
-    return client.post(path, json={"model": "seeing", **body})
+def _post(client, body):
+    return client.post("/v1/chat/completions", json={"model": "seeing", **body})
 
 
 @pytest.mark.parametrize("name", ["max_pixels", "resized_height"])
 def test_a_size_that_nothing_obeys(client, name):
     """A picture that is answered about as if it had the size that the request asks for."""
     url = data_url(drawing(1))
-    for path, body in (
-        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}, name: 28}]}]),
-        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url, name: 28}}]}]),
-        responses(input=[{"role": "user", "content": [TEXT, {**image(url), name: 28}]}]),
-    ):
-        answer = client.post(path, json={"model": "seeing", **body})
+    for part in ({**image(url), name: 28}, {"type": "image_url", "image_url": {"url": url, name: 28}}):
+        answer = _post(client, chat(part))
         assert answer.status_code == 400 and f"without `{name}`, which is not obeyed" in answer.text, answer.text
-    hints = {"type": "image_url", "image_url": {"url": url, "detail": "low"}, "cache_control": {"type": "ephemeral"}}
-    path, body = chat(messages=[{"role": "user", "content": [hints, {"type": "text", "text": "what ?"}]}])
-    assert client.post(path, json={"model": "seeing", **body}).status_code == 200

@@ -20,10 +20,8 @@ from model_server import TEXT, Served, asked, openai
 from PIL import Image
 
 from hf_xattn.commands.main import main
-from hf_xattn.processing.image_limits import ImageLimits
 from hf_xattn.serving import request_limits
-from hf_xattn.serving.request_pictures import RequestBounds
-from hf_xattn.serving.serving import SERVED, room_for_images
+from hf_xattn.serving.request_limits import ServerLimits
 
 
 MOST = 200_000
@@ -51,7 +49,7 @@ def test_a_request_that_is_too_large(served):
     with pytest.raises(openai.APIStatusError) as error:
         served.ask([asked("a" * MOST)])
     assert error.value.status_code == 413 and f"may have {MOST} bytes" in error.value.body["message"]
-    for path in (ASK, "/v1/responses", "/v1/completions", "/v1/audio/transcriptions", "/load_model", "/nowhere"):
+    for path in (ASK, "/nowhere"):
         answer = httpx.post(served.address + path, content=b"a" * (MOST + 1), headers=JSON)
         check_refused(answer.status_code, answer.text)
         assert answer.headers["connection"] == "close"
@@ -133,20 +131,26 @@ def test_a_client_that_leaves(served):
 )  # fmt: skip
 def test_bodies_that_are_no_request(body, served):
     """An error without words that a client finds, or a server that stops."""
-    for path in (ASK, "/v1/responses", "/v1/completions"):
-        answer = httpx.post(served.address + path, content=body, headers=JSON, timeout=60)
-        assert 400 <= answer.status_code < 500, answer.text
-        error = answer.json()["error"]
-        assert error["type"] == "invalid_request_error" and 10 < len(error["message"]) < 500
+    answer = httpx.post(served.address + ASK, content=body, headers=JSON, timeout=60)
+    assert 400 <= answer.status_code < 500, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and 10 < len(error["message"]) < 500
     served.check_goes_on()
+
+
+def test_a_page_of_another_host(served):
+    """A page in a browser that asks the server of its visitor: it may send a form, but no JSON."""
+    text = json.dumps({"messages": [asked(TEXT)], "max_tokens": 1})
+    answer = httpx.post(served.address + ASK, content=text, headers={"Content-Type": "text/plain"}, timeout=60)
+    assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
 
 
 def test_the_default_lets_full_pictures_pass():
     """A limit that refuses what the limit of images allows, whichever that is."""
-    for limits in (SERVED, ImageLimits(max_bytes=2**30), ImageLimits(max_bytes=1000)):
+    for limits in (ServerLimits(), ServerLimits(max_image_bytes=2**30), ServerLimits(max_image_bytes=1000)):
         picture = len(f'{{"type": "image_url", "image_url": {{"url": "{data_url(drawing(0))[:22]}"}}}}')
-        assert room_for_images(limits) >= 4 * (limits.max_bytes * 4 // 3 + 4 + picture)
-    assert room_for_images(SERVED) < 2**27
+        assert limits.room_for_images >= 4 * (limits.max_image_bytes * 4 // 3 + 4 + picture)
+    assert ServerLimits().room_for_images < 2**27
 
 
 def test_the_option(chat_folder, monkeypatch, capsys):
@@ -158,7 +162,7 @@ def test_the_option(chat_folder, monkeypatch, capsys):
     apps, build_app = [], serving.build_app
     monkeypatch.setattr(serving, "build_app", lambda *arguments: apps.append(build_app(*arguments)) or apps[-1])
     monkeypatch.setattr(serving.Server, "run", lambda *_, **__: None)
-    for options, most in (((), room_for_images(SERVED)), (("--max-request-mib", "3"), 3 * 2**20)):
+    for options, most in (((), ServerLimits().room_for_images), (("--max-request-mib", "3"), 3 * 2**20)):
         assert main(["serve", str(chat_folder), "--port", "0", *options]) == 0
         (limit,) = (each for each in apps[-1].user_middleware if each.cls is request_limits.RequestLimits)
         assert limit.kwargs["most"] == most
@@ -199,16 +203,11 @@ PICTURES_OF_FEW_BYTES = {
 
 @pytest.mark.skipif(not STATUS.exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize("case", PICTURES_OF_FEW_BYTES)
-@pytest.mark.parametrize("path", [ASK, "/v1/responses"])
-def test_pictures_of_few_bytes_and_many_pixels(narrow, case, path):
+def test_pictures_of_few_bytes_and_many_pixels(narrow, case):
     """Kilobytes of request that take gigabytes of memory: unpacked, or as the image processor enlarges them."""
     make, words = PICTURES_OF_FEW_BYTES[case]
-    if path == ASK:
-        body = {"messages": [asked(TEXT, *make())]}
-    else:
-        body = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url} for url in make()]}]}
     before = resident()
-    answer = httpx.post(narrow.address + path, json={"model": "small", **body}, timeout=60)
+    answer = httpx.post(narrow.address + ASK, json={"messages": [asked(TEXT, *make())]}, timeout=60)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
     assert resident() - before < 64 * 2**20
     narrow.check_goes_on()
@@ -248,8 +247,7 @@ def slow():
 def test_requests_in_flight(chat_folder, slow):
     """Any number of requests in memory; a place that is taken for ever; a server that does not say that it lives."""
     url = f"http://127.0.0.1:{slow.server_port}/a.png"
-    limits = ImageLimits(max_seconds=3.0)
-    served = Served(chat_folder, "small", limits=limits, requests=RequestBounds(max_requests=2))
+    served = Served(chat_folder, "small", fetch=True, private_addresses=True, max_seconds=3.0, max_requests=2)
     try:
         with ThreadPoolExecutor(2) as pool:
             waiting = [pool.submit(served.ask, [asked(TEXT, url)]) for _ in range(2)]
