@@ -1,6 +1,5 @@
 """Gated cross-attention for any text decoder of transformers. Importing registers everything with the Auto classes."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -33,23 +32,20 @@ with naming_what_transformers_lacks():
 warn_of_version()
 
 if TYPE_CHECKING:
-    from .training.freeze_schedule import FreezeSchedule
     from .training.picture_use import PictureUseCallback
-
-# Loads transformers' training code only for those who use it.
-LATER = {"FreezeSchedule": "freeze_schedule", "PictureUseCallback": "picture_use"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in LATER:
-        return getattr(importlib.import_module(f".training.{LATER[name]}", __name__), name)
+    if name == "PictureUseCallback":  # loads transformers' training code only for those who use it
+        from .training.picture_use import PictureUseCallback
+
+        return PictureUseCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
     "AttentionMaps",
     "CrossAttentionConfig",
-    "FreezeSchedule",
     "GatedCrossAttention",
     "GatedCrossAttentionBlock",
     "PictureUseCallback",

@@ -1,6 +1,6 @@
 """Chooses which parts of a model train, tells what trains, and names the modules that PEFT's adapters go to.
 
-`freeze_schedule.py` freezes at given steps of a run. A `LoraConfig` finds its layers by the end of their names, and
+A `LoraConfig` finds its layers by the end of their names, and
 `"q_proj"` is a layer of the decoder, of the blocks and of most vision towers: hence whole names.
 """
 
@@ -60,46 +60,41 @@ def freeze(
             model is not changed then.
     """
     refuse_unknown(freeze, unknown, frozenset())
-    chosen = choose(model, text=text, vision=vision, connector=connector, blocks=blocks, names=names)
-    apply_choice(model, chosen)
-    return model
-
-
-def choose(model: Any, **options: Any) -> dict[str, bool]:
-    """Returns for each parameter name whether it trains after `freeze(model, **options)`. Changes nothing."""
-    body = body_of(model)
-    if any("base_layer" in each._modules or "original_module" in each._modules for each in body.modules()):
-        raise ValueError(
-            "Expected `model` without PEFT's adapters, got adapters inside it: PEFT decides what trains. Call `freeze` "
-            "before `get_peft_model`, and pass `modules_to_save=added_modules(model)`."
-        )
-    patterns = _checked(options.pop("names", None))
-    for part in PARTS:
-        if not isinstance(options.setdefault(part, part in ("text", "vision")), bool):
-            raise TypeError(f"`{part}` must be True or False, got {options[part]!r}.")
-    weights = list(model.named_parameters(remove_duplicate=False))  # a tied weight goes by all its names
-    prefix = "" if body is model else "model."
-    parts = {name: part_of(name.removeprefix(prefix)) for name, _ in weights}
-    trains = {id(weight): not options[parts[name]] for name, weight in reversed(weights)}
-    for pattern, frozen in patterns.items():
-        matched = [weight for name, weight in weights if fnmatchcase(name, pattern)]
-        if not matched:
-            raise ValueError(f"`names`: expected patterns of parameter names, got {pattern!r}, which none matches.")
-        trains.update((id(weight), not frozen) for weight in matched)
-    for name, weight in weights:
-        if trains[id(weight)] and is_quantized(weight):
-            raise untrainable(_called(parts[name], name, model), name, weight, REMEDIES[parts[name]])
-    return {name: trains[id(weight)] for name, weight in model.named_parameters()}
-
-
-def apply_choice(model: nn.Module, chosen: Mapping[str, bool]) -> None:
-    """Sets what [`choose`] has returned, and the modes that go with it."""
+    chosen = _choose(model, names, text=text, vision=vision, connector=connector, blocks=blocks)
     for name, weight in model.named_parameters():
         weight.requires_grad_(chosen[name])
         if not chosen[name]:
             weight.grad = None  # an optimizer would take one more step with it
     if model.training:
         model.train()
+    return model
+
+
+def _choose(model: Any, names: Any, **frozen: bool) -> dict[str, bool]:
+    """Returns for each parameter name whether it trains after `freeze`. Changes nothing."""
+    body = body_of(model)
+    if any("base_layer" in each._modules or "original_module" in each._modules for each in body.modules()):
+        raise ValueError(
+            "Expected `model` without PEFT's adapters, got adapters inside it: PEFT decides what trains. Call `freeze` "
+            "before `get_peft_model`, and pass `modules_to_save=added_modules(model)`."
+        )
+    patterns = _checked(names)
+    for part, flag in frozen.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"`{part}` must be True or False, got {flag!r}.")
+    weights = list(model.named_parameters(remove_duplicate=False))  # a tied weight goes by all its names
+    prefix = "" if body is model else "model."
+    parts = {name: part_of(name.removeprefix(prefix)) for name, _ in weights}
+    trains = {id(weight): not frozen[parts[name]] for name, weight in reversed(weights)}
+    for pattern, stays in patterns.items():
+        matched = [weight for name, weight in weights if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(f"`names`: expected patterns of parameter names, got {pattern!r}, which none matches.")
+        trains.update((id(weight), not stays) for weight in matched)
+    for name, weight in weights:
+        if trains[id(weight)] and is_quantized(weight):
+            raise untrainable(_called(parts[name], name, model), name, weight, REMEDIES[parts[name]])
+    return {name: trains[id(weight)] for name, weight in model.named_parameters()}
 
 
 def body_of(model: Any) -> XAttnModel:

@@ -38,9 +38,9 @@ def parameter_groups(
             `blocks`.
         weight_decay (`float` or `dict[str, float]`, defaults to 0.0): of all parts, or of each. A part that a `dict`
             does not name has none.
-        include_frozen (`bool`, defaults to `False`): also parameters that are frozen now, for a [`FreezeSchedule`] that
-            thaws them later. An optimizer passes over them until they have gradients, and needs no memory for them.
-            Quantized weights are left out.
+        include_frozen (`bool`, defaults to `False`): also parameters that are frozen now, for a run that thaws them
+            later. An optimizer passes over them until they have gradients, and needs no memory for them. Quantized
+            weights are left out.
         started_rate (`float`, defaults to 1.0): share of the learning rate for weights that do not start at zero, as
             after [`align_connector`]: all but the last projections of blocks (see `training/started_rate.py`).
 

@@ -43,6 +43,7 @@ EXPECTED = {
         "| caption: the model | ",
         "| the model answers as its base, word for word | 1 | 100.0%",
     ],
+    "training/freeze_schedule": ["the text model trains from step 4 on: True"],
     "training/caption_with_trainer": ["loss falls: True", "captions right: 4 of 4"],
     "checkpoints/adapter_only": [
         "shapes: ['circle', 'square', 'circle', 'square']",

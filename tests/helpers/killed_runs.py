@@ -1,6 +1,6 @@
 """Runs of a `Trainer` in processes of their own, which SIGKILL ends at a given moment, as a machine's scheduler would.
 
-`warm_processes.call` calls `command` and `schedule`.
+`warm_processes.call` calls `command` and `script`.
 """
 
 import functools
@@ -14,10 +14,11 @@ import safetensors.torch
 import torch
 import transformers
 from killed_saves import Killer
-from training_runs import make_scheduled_trainer
+from tiny_models import make_model
+from training_runs import Pairs, arguments
 from transformers import Trainer, TrainerState, modeling_utils, trainer_utils
 
-from hf_xattn import last_complete_checkpoint
+from hf_xattn import freeze, last_complete_checkpoint
 from hf_xattn.commands.main import main
 
 
@@ -139,10 +140,11 @@ def command(arguments, moment=None, number=0):
     sys.exit(main(["train", *arguments]))
 
 
-def schedule(folder, moment=None, number=0):
-    """A plain `Trainer` with a `FreezeSchedule`, as a user's script: started again and again with the same command."""
+def script(folder, moment=None, number=0):
+    """A plain `Trainer`, as a user's script: started again and again with the same command."""
     _prepare(moment, number)
-    trainer = make_scheduled_trainer(folder, save_strategy="steps")
+    options = arguments(folder, max_steps=8, weight_decay=0.1)
+    trainer = Trainer(freeze(make_model(random=False)), options, train_dataset=Pairs())
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder))
     trainer.save_model(str(folder / "trained"))
 

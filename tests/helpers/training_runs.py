@@ -1,14 +1,9 @@
-"""Short runs of `Trainer`: rows, arguments, a schedule that thaws parts."""
-
-import os
-import signal
+"""Short runs of `Trainer`: rows and arguments."""
 
 import pytest
 import torch
-from tiny_models import make_model, pixels, token_ids
-from transformers import Trainer, TrainerCallback, TrainingArguments
-
-from hf_xattn import FreezeSchedule
+from tiny_models import pixels, token_ids
+from transformers import TrainingArguments
 
 
 class Pairs(torch.utils.data.Dataset):
@@ -41,29 +36,6 @@ def arguments(folder, **changes):
         "disable_tqdm": True,
     }
     return TrainingArguments(**options | changes)
-
-
-STAGES = {0: {"connector": True}, 2: {}, 0.5: {"text": False, "vision": False, "blocks": True}}
-SCHEDULED_RUN = {"max_steps": 8, "save_steps": 3, "weight_decay": 0.1}
-
-
-class Kill(TrainerCallback):
-    """Ends the process after the fifth step."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def make_scheduled_trainer(folder, *callbacks, stages=STAGES, **options):
-    """A `Trainer` whose parts thaw and freeze in `stages`."""
-    model = make_model(random=False)
-    return Trainer(
-        model,
-        arguments(folder, **SCHEDULED_RUN | options),
-        train_dataset=Pairs(),
-        callbacks=[FreezeSchedule(stages), *callbacks],
-    )
 
 
 def short_arguments(folder, **given):

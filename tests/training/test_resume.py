@@ -168,12 +168,12 @@ def test_killed_at_any_moment(seed, arguments, whole, tmp_path):
 @pytest.mark.parametrize(
     "moment, number", [("step", 5), *(pytest.param(moment, 2, marks=slow) for moment in ("weights", "state"))]
 )
-def test_schedule_of_a_killed_trainer(moment, number, tmp_path):
-    """A script with a plain `Trainer` that cannot be started again, or whose parts thaw at another step."""
-    assert call(killed_runs.schedule, tmp_path / "whole") == 0
-    assert call(killed_runs.schedule, tmp_path / "killed", moment, number) == KILLED
+def test_script_that_was_killed(moment, number, tmp_path):
+    """A script with a plain `Trainer` that cannot be started again, or that gives other weights."""
+    assert call(killed_runs.script, tmp_path / "whole") == 0
+    assert call(killed_runs.script, tmp_path / "killed", moment, number) == KILLED
     log = tmp_path / "log"
-    assert call(killed_runs.schedule, tmp_path / "killed", output=log) == 0, log.read_text()
+    assert call(killed_runs.script, tmp_path / "killed", output=log) == 0, log.read_text()
     files = [tmp_path / name / "trained" / "model.safetensors" for name in ("whole", "killed")]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert ("is skipped" in log.read_text()) == (moment != "step")
