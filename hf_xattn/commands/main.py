@@ -11,6 +11,7 @@ from ..utils.versions import installed, naming_what_transformers_lacks
 from .answer import register_chat, register_generate
 from .demo import register_demo
 from .encode import register_encode
+from .encode_features import register_encode_features
 from .evaluate import register_eval
 from .examine import register_check, register_inspect
 from .importing import register_export, register_import
@@ -31,6 +32,7 @@ COMMANDS = (
     register_chat,
     register_generate,
     register_encode,
+    register_encode_features,
     register_serve,
     register_web,
     register_demo,

@@ -95,10 +95,9 @@ def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
             raise ValueError(f"`--{name.replace('_', '-')}` must be at least {least}, got {value}.")
 
 
-def add_images(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--image", action="append", metavar="FILE", help="an image; repeat the option for several images"
-    )
+def add_images(parser: argparse._ActionsContainer, required: bool = False) -> None:
+    told = "an image; repeat the option for several images"
+    parser.add_argument("--image", action="append", required=required, metavar="FILE", help=told)
 
 
 def add_model(parser: argparse.ArgumentParser, device: str = "auto") -> None:
@@ -215,6 +214,15 @@ def _with_images_at_markers(processor: Any, model: XAttnForConditionalGeneration
 
         template = chat_template(processor.tokenizer, marker)
     return XAttnProcessor(processor.image_processor, processor.tokenizer, chat_template=template, image_token=marker)
+
+
+def images_alone(processor: Any) -> Any:
+    """An [`XAttnProcessor`]: other processors make other inputs of images without text."""
+    from ..processing_xattn import XAttnProcessor
+
+    if isinstance(processor, XAttnProcessor):
+        return processor
+    return XAttnProcessor(processor.image_processor, processor.tokenizer)
 
 
 def new_folder(folder: Path) -> Path:

@@ -52,7 +52,7 @@ def register_train(commands: argparse._SubParsersAction) -> None:
         "--features",
         type=Path,
         metavar="FOLDER",
-        help="what the frozen vision tower has returned for the pictures, from `hf-xattn encode --features`: the tower "
+        help="what the frozen vision tower has returned for the pictures, from `hf-xattn encode-features`: the tower "
         "does not run",
     )
     parser.add_argument(

@@ -11,7 +11,6 @@ import copy
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers.utils import logging
 
 from ..checkpoints.model_identity import tower_identity
 from ..data.loading import Rows
@@ -36,11 +34,9 @@ from ..utils.whole_folder import replace_file
 from .freezing import body_of
 
 
-logger = logging.get_logger(__name__)
-
 FORMAT = "hf_xattn vision features 1"
 SHARDS = "features-*.safetensors"  # a file that is being written has another name
-HEAD_BYTES = 2**12  # of a safetensors file: they begin with its metadata
+AGAIN = "Remove it, and run `hf-xattn encode-features` again, which encodes its pictures anew."
 
 
 class Maker(NamedTuple):
@@ -87,31 +83,22 @@ class Shard(NamedTuple):
     tiled: bool  # whether the pictures were cut into tiles. Then aspect ratios stand beside the features
 
 
-def read_shard(path: Path) -> Shard | None:
-    """Returns the header of a shard; None for a file that is damaged or no shard."""
+def read_shard(path: Path) -> Shard:
+    """Returns the header of a shard. Raises a `ValueError` for a file that is damaged or no shard."""
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata, names = file.metadata() or {}, list(file.keys())
-    except (SafetensorError, OSError):
-        return None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged, or not of `hf-xattn encode-features`: {error}. {AGAIN}") from error
     if metadata.get("format") != FORMAT:
-        return None
+        raise ValueError(f"{path} is not of `hf-xattn encode-features`. Take it out of the folder.")
     maker = Maker(*(metadata.get(field, "") for field in Maker._fields))
     digests = [name for name in names if "." not in name]
     return Shard(maker, digests, len(digests) < len(names))
 
 
-def _is_own(path: Path) -> bool:
-    """Whether a file that cannot be read as a shard was one: it begins as one. A process beside may remove it."""
-    try:
-        with open(path, "rb") as file:
-            return f'"{FORMAT}"'.encode() in file.read(HEAD_BYTES)
-    except FileNotFoundError:
-        return True
-
-
 class VisionFeatures:
-    """What a frozen vision tower has returned for the pictures of a data set: a folder of `hf-xattn encode --features`.
+    """What a frozen vision tower has returned for the pictures of a data set: a folder of `hf-xattn encode-features`.
 
     `XAttnDataCollator(processor, features=VisionFeatures(folder, model))` makes batches with `vision_features` in place
     of `pixel_values`. The rows name their pictures by path.
@@ -151,15 +138,11 @@ class VisionFeatures:
         makers: dict[Maker, Path] = {}
         for path in sorted(self.folder.glob(SHARDS)):
             shard = read_shard(path)
-            if shard is None and not _is_own(path):
-                raise ValueError(f"{path} is no file of `hf-xattn encode --features`. Take it out of the folder.")
-            if shard is None:
-                raise ValueError(f"{path} is damaged. Run `hf-xattn encode --features` again, which writes it anew.")
             makers[shard.maker] = path
             self._shards.update(dict.fromkeys(shard.digests, path))
             self._tiled = shard.tiled
         if not makers:
-            told = "which holds none. `hf-xattn encode --features` writes them."
+            told = "which holds none. `hf-xattn encode-features` writes them."
             raise ValueError(f"Expected `folder` to hold vision features, got {folder}, {told}")
         if len(makers) > 1:
             raise ValueError(
@@ -236,7 +219,7 @@ class VisionFeatures:
         digest = digest_of(image)
         if digest not in self._shards:
             raise ValueError(
-                f"{self.folder} holds no features of the picture {shown}. Run `hf-xattn encode --features` again with "
+                f"{self.folder} holds no features of the picture {shown}. Run `hf-xattn encode-features` again with "
                 "the same `--output`: it adds the pictures that are missing."
             )
         return digest
@@ -264,8 +247,7 @@ class VisionFeatures:
 
     def _damaged(self, digest: str, expected: str) -> ValueError:
         return ValueError(
-            f"{self._shards[digest]} is damaged: expected {expected}, for the picture {digest[:12]}. Remove the file "
-            "and run `hf-xattn encode --features` again, which writes it anew."
+            f"{self._shards[digest]} is damaged: expected {expected}, for the picture {digest[:12]}. {AGAIN}"
         )
 
 
@@ -277,7 +259,6 @@ def _with_padding_tiles(features: torch.Tensor, mask: torch.Tensor) -> torch.Ten
 
 
 PARTIAL = "rank-{:05d}.partial"  # the file that a process is writing
-PARTIALS = re.compile(r"rank-\d{5,}\.partial")
 SHARD_BYTES = 2**28
 
 
@@ -310,7 +291,7 @@ def encode_pictures(
 
     Raises:
         TypeError: for a model without blocks.
-        ValueError: for a model without a vision tower, or a folder with other files or with features of another tower.
+        ValueError: for a model without a vision tower, or a folder with damaged files or features of another tower.
     """
     folder, tower = Path(folder), tower_of(model)
     maker = maker_of(model, processor)
@@ -397,23 +378,10 @@ class _PictureReader:
 
 
 def _known(folder: Path, maker: Maker) -> set[str]:
-    """The pictures whose features a folder holds. Removes damaged files of this module, once all files are known."""
+    """The pictures whose features a folder holds."""
     known: set[str] = set()
-    if not folder.exists():
-        return known
-    damaged = []
-    for path in sorted(folder.iterdir()):
-        if PARTIALS.fullmatch(path.name):
-            continue
-        shard = read_shard(path) if path.match(SHARDS) else None
-        if shard is None:
-            if not path.match(SHARDS) or not _is_own(path):
-                raise ValueError(
-                    f"Expected {folder} to be new, empty, or a folder of vision features, got {path.name} in it, which "
-                    "`hf-xattn encode --features` has not written. Choose another folder, or remove the file."
-                )
-            damaged.append(path)
-            continue
+    for path in sorted(folder.glob(SHARDS)):
+        shard = read_shard(path)
         for field, ours in maker._asdict().items():
             theirs = getattr(shard.maker, field)
             if ours != theirs:
@@ -423,9 +391,6 @@ def _known(folder: Path, maker: Maker) -> set[str]:
                     f"{theirs[:12]} instead of {ours[:12]}. Choose a new folder."
                 )
         known.update(shard.digests)
-    for path in damaged:
-        logger.warning(f"{path} is damaged. It is removed, and its pictures are encoded again.")
-        path.unlink(missing_ok=True)
     return known
 
 

@@ -31,7 +31,8 @@ def with_model(model, data, output):
         "generate": [model, "--prompt", "what is it ?"],
         "chat": [model],
         "check": [model],
-        "encode": [model, "--features", data, "--output", output],
+        "encode": [model, "--image", f"{data}/red.png", "--output", output],
+        "encode-features": [model, "--data", data, "--output", output],
         "train": [model, "--data", data, "--output", output],
         "serve": [model, "--port", "0"],
         "web": [model, "--port", "0"],
@@ -42,7 +43,7 @@ def with_model(model, data, output):
     }
 
 
-DEVICES = ("generate", "chat", "check", "encode", "train", "serve", "web")
+DEVICES = ("generate", "chat", "check", "encode", "encode-features", "train", "serve", "web")
 
 
 def needed(command):
@@ -70,7 +71,7 @@ def test_devices(saved, data, tmp_path, capsys, command):
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_devices_that_there_are(saved, data, tmp_path, capsys, device):
     """A choice of the help that a command does not take."""
-    for command in ("generate", "encode", "train"):
+    for command in ("generate", "encode", "encode-features", "train"):
         arguments = with_model(saved / "model", data, tmp_path / command)[command]
         short = {"generate": ["--max-new-tokens", "2"], "train": ["--steps", "1", "--batch-size", "1"]}.get(command, [])
         status, _, error = run(capsys, command, *arguments, *short, "--device", device)

@@ -278,7 +278,7 @@ def test_errors_are_one_line(saved, capsys, tmp_path):
 
 NUMBERS = {
     "train": ["train", "MODEL", "--data", "DATA", "--output", "OUT"],
-    "encode": ["encode", "MODEL", "--features", "DATA", "--output", "OUT"],
+    "encode-features": ["encode-features", "MODEL", "--data", "DATA", "--output", "OUT"],
     "generate": ["generate", "MODEL", "--prompt", "a"],
     "chat": ["chat", "MODEL"],
     "web": ["web", "MODEL"],

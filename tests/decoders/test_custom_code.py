@@ -123,7 +123,7 @@ def test_commands_run_code_only_where_they_may(checkpoints, monkeypatch, capsys)
         ["generate", model, "--prompt", "a dog", "--image", picture, "--max-new-tokens", "2"],
         ["chat", model, "--image", picture, "--max-new-tokens", "2"],
         ["encode", model, "--image", picture, "--output", folder / "images.safetensors"],
-        ["encode", model, "--features", folder, "--output", folder / "features"],
+        ["encode-features", model, "--data", folder, "--output", folder / "features"],
         ["train", model, "--data", folder, "--output", folder / "trained", "--steps", "1", "--device", "cpu"],
         ["train", model, "--data", folder, "--output", folder / "trained", "--steps", "1", "--device", "cpu", "--resume"],  # noqa: E501
     ]  # fmt: skip

@@ -9,8 +9,8 @@ from hf_xattn.commands.main import main
 
 
 def encode(model, data, output, *options):
-    """The arguments of `hf-xattn encode`."""
-    return ["encode", str(model), "--features", str(data), "--output", str(output), *options]
+    """The arguments of `hf-xattn encode-features`."""
+    return ["encode-features", str(model), "--data", str(data), "--output", str(output), *options]
 
 
 def save_features(folder):

@@ -297,7 +297,7 @@ def test_accumulated_processes_and_features(model, tmp_path, capsys):
     options = [model, "--data", data, "--distill-text", "0.5", "--steps", "6", "--save-steps", "3"]
     options += ["--learning-rate", "0.01", "--log-steps", "1"]
     encoded = tmp_path / "encoded"
-    assert run(capsys, "encode", model, "--features", data, "--output", encoded, "--device", "cpu")[0] == 0
+    assert run(capsys, "encode-features", model, "--data", data, "--output", encoded, "--device", "cpu")[0] == 0
     runs = {
         "whole": ["--batch-size", "4"],
         "accumulated": ["--batch-size", "1", "--gradient-accumulation", "4"],

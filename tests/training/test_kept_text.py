@@ -266,7 +266,9 @@ def test_features_and_several_pictures(model, desk, tmp_path, capsys):
     """A text beside a picture that has no features; one beside a row of two pictures that stands beside both."""
     lines = [{"images": ["red.png", "blue.png"], "question": "which colours ?", "answer": "red and blue."}, *CAPTIONS]
     data = write_examples(tmp_path / "data", lines)
-    assert run(capsys, "encode", model, "--features", data, "--output", tmp_path / "tower", "--device", "cpu")[0] == 0
+    assert (
+        run(capsys, "encode-features", model, "--data", data, "--output", tmp_path / "tower", "--device", "cpu")[0] == 0
+    )
     options = ["--data", data, "--text-prompts", desk / "prompts.txt", "--text-share", "0.4", "--steps", "4"]
     options += ["--log-steps", "1", "--learning-rate", "0.01", "--batch-size", "4"]
     for name, more in (("pixels", []), ("features", ["--features", tmp_path / "tower"])):

@@ -186,7 +186,7 @@ def test_resumed_runs(data, tmp_path, capsys, monkeypatch):
 def test_from_features(data, tmp_path, capsys):
     """A start that runs the tower although its features are there, or from other features."""
     model = saved(tmp_path / "model")
-    status, _, error = run(capsys, "encode", model, "--features", data, "--output", tmp_path / "features")
+    status, _, error = run(capsys, "encode-features", model, "--data", data, "--output", tmp_path / "features")
     assert not status, error
     options = [*STILL, "--features", tmp_path / "features"]
     status, out, error = run_training(capsys, model, "--data", data, "--output", tmp_path / "out", *options)
