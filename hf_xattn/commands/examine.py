@@ -1,4 +1,4 @@
-"""`hf-xattn inspect`: what a model's blocks add. `hf-xattn check`: measures on it what the package promises."""
+"""`hf-xattn inspect`: what a model's blocks add. `hf-xattn check`: measures what depends on its decoder."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import argparse
 import json
 import math
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .shared import add_model, add_trust, check_model, device_of, hub_options, load_shapes, print_report
 
 
 if TYPE_CHECKING:
-    import torch
-
-    from ..checks import Result
     from ..modeling_xattn import XAttnForConditionalGeneration
 
 EXIT_STATUS = "Exit status: 0 if all that was checked holds, 1 if a promise is broken, 2 for wrong usage."
@@ -24,44 +20,31 @@ EXIT_STATUS = "Exit status: 0 if all that was checked holds, 1 if a promise is b
 def register_check(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "check",
-        help="measure on a model what is promised: base untouched, caches exact, blocks alive, ...",
+        help="measure on a model what depends on its decoder: all caches exact, rows without an image untouched",
         epilog=f"Inputs are random and seeded. {EXIT_STATUS}",
     )
     add_model(parser, device="cpu")
-    base = "the text-only model below the blocks, to compare with: a folder, a GGUF file or a Hub id"
-    parser.add_argument("--base", metavar="TEXT", help=base)
     skip = "leave a check out, by its name; repeat for several"
     parser.add_argument("--skip", action="append", default=[], metavar="NAME", help=skip)
-    adapter = "save only what was added to the bases, where saving and loading are checked: for models that fill a disk"
-    parser.add_argument("--adapter-only", action="store_true", help=adapter)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the lines")
     parser.set_defaults(run=run_check)
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    device_of(arguments.device)
+    device = device_of(arguments.device)
+    from transformers import AutoModelForImageTextToText
+
     from ..checkpoints.folders import find_peft
+    from ..checks import BROKEN, NOT_CHECKED, run_checks
     from ..utils.checkpoint_files import check_source
 
     check_source("model", arguments.model)
-
-    peft = find_peft(arguments.model, {})
-    name = arguments.model if peft is None else peft.base
-    check_model(name, **hub_options(arguments))
-    from ..checkpoints.adapters import Adapter
-    from ..checks import BROKEN, NOT_CHECKED, run_checks
-    from ..checks.weights import load_base
-
-    model = _load(arguments.model, arguments)
-    results: list[Result] = []
-    found = run_checks(
-        model,
-        reload=lambda folder: _load(folder, arguments, dtype="auto"),
-        base=None if arguments.base is None else lambda: load_base(model, arguments.base, _file_dtype(name, arguments)),
-        skip=arguments.skip,
-        adapter_only=arguments.adapter_only or Adapter.find(arguments.model, {}) is not None,
-    )
-    about = _about(model)
+    hub, peft = hub_options(arguments), find_peft(arguments.model, {})
+    check_model(arguments.model if peft is None else peft.base, **hub)
+    model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
+    if model.device.type != device.partition(":")[0]:  # a quantizer may have put it on a GPU
+        model = model.to(device)
+    found, about, results = run_checks(model.eval(), arguments.skip), _about(model), []
     if not arguments.json:
         print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
     for result in found:
@@ -71,8 +54,8 @@ def run_check(arguments: argparse.Namespace) -> int:
     broken = [result.name for result in results if result.status == BROKEN]
     if arguments.json:
         checks = [{**vars(result), "measured": _finite(result.measured)} for result in results]
-        given = {"model": arguments.model, "base": arguments.base}
-        json.dump({**given, **about, "holds": not broken, "checks": checks}, sys.stdout, indent=2, allow_nan=False)
+        told = {"model": arguments.model, **about, "holds": not broken, "checks": checks}
+        json.dump(told, sys.stdout, indent=2, allow_nan=False)
         print()
     elif broken:
         print(f"broken: {', '.join(broken)}")
@@ -84,26 +67,6 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 def _finite(number: float | None) -> float | None:
     return number if number is None or math.isfinite(number) else None  # JSON has no infinity
-
-
-def _load(name: str | Path, arguments: argparse.Namespace, dtype: str | None = None) -> XAttnForConditionalGeneration:
-    from transformers import AutoModelForImageTextToText
-
-    model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype or arguments.dtype, **hub_options(arguments))
-    device = device_of(arguments.device)
-    if model.device.type != device.partition(":")[0]:  # a quantizer may have put it on a GPU
-        model = model.to(device)
-    return model.eval()
-
-
-def _file_dtype(name: str, arguments: argparse.Namespace) -> torch.dtype | None:
-    """The dtype of the text half in a checkpoint, before the cast to `--dtype`; None if there is no cast."""
-    from transformers import AutoConfig
-
-    if arguments.dtype == "auto":
-        return None
-    config = AutoConfig.from_pretrained(name, **hub_options(arguments))
-    return getattr(config.text_config, "dtype", None) or config.dtype
 
 
 def _about(model: XAttnForConditionalGeneration) -> dict[str, str]:

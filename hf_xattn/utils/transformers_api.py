@@ -83,7 +83,7 @@ def warn_of_version(version: str = transformers.__version__) -> None:
         lacks = f" It lacks {', '.join(missing)}: what uses these names fails, or does less." if missing else ""
         warnings.warn(
             f"transformers {version} is newer than {NEWEST}, the newest version that hf_xattn was tested with.{lacks} "
-            "`hf-xattn check` measures on a model whether it does what hf_xattn promises.",
+            "`hf-xattn check` measures on a model whether its caches and its rows without images are right.",
             UserWarning,
             stacklevel=3,
         )

@@ -119,7 +119,7 @@ def test_commands_run_code_only_where_they_may(checkpoints, monkeypatch, capsys)
     commands = [
         ["retrofit", folder / "own", "--vision", folder / "tower", "--every", "1", "--output", model],
         ["inspect", model],
-        ["check", model, "--base", folder / "own", "--skip", "cache-static"],
+        ["check", model, "--skip", "cache-static"],
         ["generate", model, "--prompt", "a dog", "--image", picture, "--max-new-tokens", "2"],
         ["chat", model, "--image", picture, "--max-new-tokens", "2"],
         ["encode", model, "--image", picture, "--output", folder / "images.safetensors"],

@@ -19,10 +19,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze, remove_blocks, retrofit
-from hf_xattn.checks.weights import OF_THE_FILE
 
 
 IDS, PIXELS = token_ids(), pixels()
+# Fields of a configuration that say where a model is, or who wrote it.
+OF_THE_FILE = "_name_or_path name_or_path transformers_version auto_map architectures dtype torch_dtype".split()
 ADDED_TOKENS = {"additional_vocab_size": 2, "additional_vocab_in_head": True}
 GIVEN = {"model": lambda model: model, "body": lambda model: model.model, "text": lambda model: model.model.text_model}
 

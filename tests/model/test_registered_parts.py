@@ -19,8 +19,7 @@ from hf_xattn import (
     register_gate,
     retrofit,
 )
-from hf_xattn.checks.blocks import awake_blocks, check_alive
-from hf_xattn.checks.measures import FRESH, HOLDS
+from hf_xattn.checks import awake_blocks
 from hf_xattn.utils.parts import CONNECTORS, GATES
 
 
@@ -249,17 +248,16 @@ def test_outputs_of_a_wrong_shape():
     "fields", [{"gate": "offset_sigmoid"}, {"gate": "scale", "zero_init": False}], ids=["full", "zero"]
 )
 @torch.no_grad()
-def test_check_names_the_gate(fields):
-    """A trained block that counts as fresh, a fresh one that counts as dead, an own gate taken for tanh's."""
+def test_check_wakes_the_gate(fields):
+    """A fresh model whose caches are compared while an own gate lets images change nothing, or that stays changed."""
     model = make_model(connector_type="pooling", random=False, cross_attention_config=dict(fields)).eval()
-    assert check_alive(model).status == FRESH
+    images = {"pixel_values": pixels()}
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with awake_blocks(model) as awake:
-        assert awake == 2 and not torch.equal(
-            model(token_ids(), pixel_values=pixels()).logits, model(token_ids()).logits
-        )
-    assert check_alive(model).status == FRESH
-    result = check_alive(randomize(model))
-    assert result.status == HOLDS and f"gate '{fields['gate']}' of your own" in result.line
+        assert awake and not torch.equal(model(token_ids(), **images).logits, model(token_ids()).logits)
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+    with awake_blocks(randomize(model)) as awake:
+        assert not awake
 
 
 def test_the_card_says_what_to_register(tmp_path):
