@@ -46,7 +46,7 @@ from hf_xattn.data.order import Shuffled
 from hf_xattn.evaluation.answers import normalised
 from hf_xattn.evaluation.evaluation import Asker, inputs_of
 from hf_xattn.evaluation.questions import Question, beside_pictures, questions_of
-from hf_xattn.training.started_rate import check_started_rate
+from hf_xattn.training.trainer import check_started_rate
 from hf_xattn.utils.transformers_api import CACHE
 
 

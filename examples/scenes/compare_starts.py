@@ -35,7 +35,8 @@ from splits import Split, open_split
 from transformers import AutoTokenizer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_xattn import XAttnDataCollator, XAttnProcessor, align_connector, freeze_base, retrofit
-from hf_xattn.training.labelled_logits import LabelledLogitsTrainer, shifted
+from hf_xattn.training.picture_use import shifted
+from hf_xattn.training.trainer import RunTrainer
 from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 
@@ -178,7 +179,7 @@ def measure(options: argparse.Namespace, name: str, seed: int) -> dict[int, dict
             remove_unused_columns=False,
             seed=seed,
         )
-        LabelledLogitsTrainer(
+        RunTrainer(
             started_rate=options.started_rate if start.slower else 1.0,
             model=model,
             args=settings,

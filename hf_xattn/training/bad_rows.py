@@ -20,7 +20,6 @@ from ..data.pictures import digest_of, picture_of, picture_parts, what_is_wrong,
 from .launch import is_first_process
 
 
-STOP, SKIP = "stop", "skip"
 BAD_ROWS_FILE = "bad_rows.jsonl"
 MAX_PROBLEMS = 20
 SUBSTITUTES = 1000  # rows that are tried in place of a batch in which all are bad

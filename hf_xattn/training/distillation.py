@@ -18,14 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ..data.loading import Rows
 from ..data.pictures import picture_of, picture_parts
 from ..decoders.loss import IGNORED
 from .bad_rows import BadRowError, BadRowsFile, Place, RowReader, reason_of, resolved
 from .collator import XAttnDataCollator
-from .labelled_logits import LabelledLogitsTrainer, shifted
 
 
 SEARCHED = 4096  # rows behind one without a picture that are searched for one
@@ -175,87 +173,3 @@ def _read(place: Place) -> dict[str, Any] | None:
 
 def _first_picture(row: dict[str, Any]) -> str | bytes:
     return picture_source(picture_parts(row)[0])
-
-
-def kl_of_answers(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    teacher_labels: torch.Tensor,
-) -> tuple[torch.Tensor, int]:
-    """The sum of KL(teacher || student) over the answer tokens, in nats, and their number.
-
-    Args:
-        logits, teacher_logits (`torch.Tensor`): `(rows, positions, vocabulary)`, each with positions of its own.
-        labels, teacher_labels (`torch.LongTensor`): `(rows, positions)`, the tokens that the logits predict, -100 for
-            what is no answer. Both hold the same tokens in the same order.
-    """
-    own, others = (
-        each[chosen != IGNORED].to(torch.promote_types(each.dtype, torch.float32))
-        for each, chosen in ((logits, labels), (teacher_logits, teacher_labels))
-    )
-    student, teacher = own.log_softmax(-1), others.log_softmax(-1)
-    # What the teacher never says has a share of 0, also where its logits are -inf: 0 * inf would be NaN.
-    shares = teacher.exp()
-    return torch.where(shares > 0, shares * (teacher - student), 0).sum(), len(own)
-
-
-class DistillingTrainer(LabelledLogitsTrainer):
-    """A trainer for batches of [`DistillingCollator`]. Logs `text_kl`, the mean of a token since the last log.
-
-    Args:
-        distill_text (`float`, *optional*): WEIGHT of the KL. None: batches have no teacher.
-    """
-
-    def __init__(self, distill_text: float | None = None, **given: Any):
-        super().__init__(**given)
-        self.distill_text = distill_text
-        self._text_kl = torch.zeros(2)  # sum and tokens since the last log
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        if self.distill_text is None or not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        inputs = dict(inputs)
-        distilled = inputs.pop(DISTILLED, None)
-        teacher = {name: inputs.pop(f"{TEACHER}{name}", None) for name in ("input_ids", "attention_mask", "labels")}
-        target = self.teacher_logits(model, inputs, teacher)
-        if distilled is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        weight, chosen = self.distill_text, distilled[:, None]
-        labels, kept = self.at_labels(inputs.pop("labels"))
-        answers = labels.masked_fill(~chosen, IGNORED)
-        inputs |= {"shift_labels": labels.masked_fill(chosen, IGNORED), **kept}
-
-        # `Trainer` scales what this returns, as any loss over the labels of a step.
-        def with_text(**call: Any) -> Any:
-            outputs = model(**call, return_dict=True)
-            kl, tokens = kl_of_answers(outputs["logits"], answers, target, shifted(teacher["labels"]))
-            self._text_kl = self._text_kl.to(kl.device) + torch.stack([kl.detach(), kl.new_tensor(tokens)])
-            of_gpus = outputs["loss"].numel()  # one loss each in `DataParallel`, of which `Trainer` takes the sum
-            items = torch.as_tensor(num_items_in_batch, device=kl.device).flatten()[0]
-            outputs["loss"] = outputs["loss"] + weight * kl / items / of_gpus
-            return outputs
-
-        student: Any = with_text
-        return super().compute_loss(student, inputs, return_outputs, num_items_in_batch)
-
-    @torch.no_grad()
-    def teacher_logits(self, model: Any, inputs: dict[str, Any], teacher: dict[str, Any]) -> Any:
-        """The logits of the texts without a picture. None without such texts."""
-        texts, mask = teacher["input_ids"], teacher["attention_mask"]
-        if isinstance(model, DistributedDataParallel):
-            model = model.module  # which waits for nobody, so that only processes with such texts call it
-        elif self.accelerator.num_processes > 1 and texts is None:  # sharded weights are gathered by all
-            texts = inputs["input_ids"][:1, :1]
-            mask = torch.ones_like(texts)
-        return None if texts is None else model(input_ids=texts, attention_mask=mask, return_dict=True)["logits"]
-
-    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if self.distill_text is not None and "loss" in logs:
-            kl, tokens = self.accelerator.reduce(self._text_kl.to(self.args.device), "sum").tolist()
-            if tokens:
-                logs["text_kl"] = float(f"{kl / tokens:.4g}")
-            self._text_kl = torch.zeros(2)
-        super().log(logs, *args, **kwargs)

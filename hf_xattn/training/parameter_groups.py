@@ -42,7 +42,7 @@ def parameter_groups(
             later. An optimizer passes over them until they have gradients, and needs no memory for them. Quantized
             weights are left out.
         started_rate (`float`, defaults to 1.0): share of the learning rate for weights that do not start at zero, as
-            after [`align_connector`]: all but the last projections of blocks (see `training/started_rate.py`).
+            after [`align_connector`]: all but the last projections of blocks (see `training/trainer.py`).
 
     Returns:
         `list[dict]`: groups with `params`, `lr`, `weight_decay` and `name`. No group is empty.

@@ -19,7 +19,6 @@ from ..decoders.loss import IGNORED
 from ..utils.config_checks import check_positive_int
 from ..utils.tensor_checks import type_name
 from .freezing import body_of
-from .labelled_logits import shifted
 
 
 logger = logging.get_logger(__name__)
@@ -30,6 +29,11 @@ BESIDE_IMAGES = ("image_mask", "cross_attention_mask", "aspect_ratio_ids", "aspe
 MOST_ROWS = 64
 SURE = 3.0  # standard errors
 WHAT_HELPS = "More steps, a higher learning rate or more rows help; examples/training/README.md tells of each."
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """What each position predicts: the label of the next one, and nothing at the end. `(batch, text_len)`."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 class PictureUse(NamedTuple):

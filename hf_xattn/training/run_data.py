@@ -13,7 +13,6 @@ from ..data.loading import Rows, load_rows, load_rows_once
 from ..data.order import Shuffled
 from ..data.pictures import digest_of, picture_of, picture_parts
 from .bad_rows import (
-    SKIP,
     BadRowsFile,
     Collate,
     Place,
@@ -28,7 +27,7 @@ from .distillation import TURNED_OFF, DistillingCollator, DistillingReader, pict
 from .kept_text import PROMPTS, TextRow, read_prompts, source_of
 from .launch import gpus_of_a_process, num_processes, say
 from .picture_use import MOST_ROWS
-from .training_options import NONE, TrainingOptions
+from .training_options import NONE, SKIP, TrainingOptions
 
 
 STREAM_ROWS = 20_000  # more are not checked before a run: it would take minutes

@@ -1,7 +1,7 @@
 """How `hf-xattn train` starts a fresh model: by the words of the rows, where it can.
 
 A block that starts at random learns to look at the picture late (see `alignment.py`), and a high learning rate moves
-what was started before it is of use (see `started_rate.py`). So the learning rates depend on the start.
+what was started before it is of use (see `trainer.py`). So the learning rates depend on the start.
 """
 
 from __future__ import annotations

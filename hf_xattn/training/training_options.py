@@ -8,67 +8,145 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .bad_rows import SKIP, STOP
 from .launch import gpus_of_a_process, num_processes
 
 
+STOP, SKIP = "stop", "skip"  # values of `--bad-rows`
+NONE = "none"  # value of `--align`
+TEXT_SHARE = 0.15
 # Options that do not change the result. They may be different in a resumed run.
 FREE_OPTIONS = (
     "output", "device", "workers", "log_steps", "adapter_only", "trust_remote_code", "report_to", "bad_rows_limit"
 )  # fmt: skip
 
-COUNTS = ("batch_size", "gradient_accumulation", "log_steps", "steps", "eval_steps", "save_steps", "max_length")
-TEXT_SHARE = 0.15
-NONE = "none"  # value of `--align`
-LEAST = {**dict.fromkeys(COUNTS, 1), **dict.fromkeys(("workers", "weight_decay", "seed"), 0)}
+
+def _option(default: Any, told: str, kind: Any = int, least: float | None = None, **more: Any) -> Any:
+    """A field with what the command line says of it. `least`: the lowest number. `more`: of `add_argument`."""
+    more = {"metavar": "X" if kind is float else "N", **more} if kind in (int, float) else more
+    shown = "" if default is None or kind not in (int, float) else f" (default: {default})"
+    given = {"action": "store_true"} if kind is bool else {"type": kind}
+    return dataclasses.field(
+        default=default, metadata={"least": least, "argument": {"help": told + shown, **given, **more}}
+    )
 
 
 @dataclasses.dataclass
 class TrainingOptions:
-    """The options of `hf-xattn train`, with the same names; see its `--help`."""
+    """The options of `hf-xattn train`, their defaults and their help (if none stands here, in `commands/train.py`)."""
 
     model: str
     data: list[str]
     output: Path
-    pictures: Path | None = None
-    stream: bool = False
-    bad_rows: str = STOP
-    bad_rows_limit: float = 0.01
-    prompt: str | None = None
-    epochs: float = 1.0
-    steps: int | None = None
-    batch_size: int = 8
-    gradient_accumulation: int = 1
-    learning_rate: float | None = None
-    started_rate: float | None = None
-    align: str | None = None
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    max_length: int | None = None
-    eval_share: float | None = None
-    eval_data: str | None = None
-    eval_steps: int | None = None
-    save_steps: int | None = None
-    log_steps: int = 10
-    train_text: bool = False
-    train_vision: bool = False
-    text_share: float | None = None
-    text_prompts: Path | None = None
-    distill_text: float | None = None
-    adapter_only: bool = False
-    features: Path | None = None
-    dtype: str = "auto"
+    pictures: Path | None = _option(
+        None, "where names of pictures begin (default: the folder of the source)", Path, metavar="FOLDER"
+    )
+    prompt: str | None = _option(None, "the question for pictures that have only a caption", str, metavar="TEXT")
+    epochs: float = _option(1.0, "times to go through the data", float, metavar="N", group="length")
+    steps: int | None = _option(None, "optimizer steps, instead of --epochs", least=1, group="length")
+    batch_size: int = _option(8, "examples per forward pass of each process", least=1)
+    gradient_accumulation: int = _option(1, "forward passes per optimizer step", least=1)
+    learning_rate: float | None = _option(
+        None,
+        "highest learning rate (default: 0.003 for a fresh model that is started by words, 0.001 for another fresh "
+        "one, 0.0001 for a trained one)",
+        float,
+    )
+    started_rate: float | None = _option(
+        None,
+        "share of it for all weights that do not start at zero, so that what was started by words is kept while the "
+        "output projections of the blocks learn (default: 0.03 for a model that is started by words, 1 for others)",
+        float,
+    )
+    align: str | None = _option(
+        None,
+        "start the connector and the blocks of a fresh model by the words of this source, in place of those of --data; "
+        "with none, the connector and the blocks stay as they are, such as those that align_connector has started",
+        str,
+        metavar="SOURCE",
+    )
+    warmup: float = _option(0.05, "share of the steps in which the learning rate rises", float)
+    weight_decay: float = _option(0.0, "of AdamW, on matrices", float, least=0)
+    max_length: int | None = _option(None, "cut texts to N tokens", least=1)
+    eval_share: float | None = _option(
+        None, "share of the examples to evaluate on, such as 0.1", float, group="evaluation"
+    )
+    eval_data: str | None = _option(
+        None, "examples to evaluate on, as of --data", str, metavar="SOURCE", group="evaluation"
+    )
+    eval_steps: int | None = _option(None, "steps between evaluations (default: one epoch)", least=1)
+    save_steps: int | None = _option(None, "steps between checkpoints (default: a tenth of all steps)", least=1)
+    log_steps: int = _option(10, "steps between lines of the log", least=1)
+    workers: int = _option(0, "processes that read pictures", least=0)
+    seed: int = _option(0, "of the order of the examples and of dropout", least=0)
+    stream: bool = _option(
+        False,
+        "read the rows to train on as they come, without a check before the run; by itself above 20,000 rows",
+        bool,
+    )
+    bad_rows: str = _option(
+        STOP,
+        "what to do with a row that cannot be trained on: end with an error (default), or leave it out and name it in "
+        "DIR/bad_rows.jsonl",
+        str,
+        choices=(STOP, SKIP),
+    )
+    bad_rows_limit: float = _option(0.01, "share of all rows that may be left out", float)
+    report_to: list[str] | None = _option(
+        None,
+        "where `Trainer` sends its log, such as tensorboard or wandb; several may follow (default: nowhere)",
+        str,
+        nargs="+",
+        metavar="NAME",
+    )
+    train_text: bool = _option(False, "train the text model too; it is frozen otherwise", bool)
+    train_vision: bool = _option(False, "train the vision tower too; it is frozen otherwise", bool)
+    text_share: float | None = _option(
+        None,
+        "share of the rows of the run that are text prompts, shown beside pictures of other rows; their answers stay "
+        "those of the text model alone, so that it keeps its text ability beside a picture. 0: none (default: "
+        f"{TEXT_SHARE}, and 0 with --train-text)",
+        float,
+    )
+    text_prompts: Path | None = _option(
+        None,
+        "a text file, one prompt a line, in place of the package's prompts; the text model answers them",
+        Path,
+        metavar="FILE",
+    )
+    distill_text: float | None = _option(
+        None,
+        "show rows without a picture beside one of another row, and keep their answers those of the text model alone: "
+        "WEIGHT times the KL divergence is added to the loss (default: 1 with a --text-share)",
+        float,
+        metavar="WEIGHT",
+    )
+    features: Path | None = _option(
+        None,
+        "what the frozen vision tower has returned for the pictures, from `hf-xattn encode-features`: the tower does "
+        "not run",
+        Path,
+        metavar="FOLDER",
+    )
+    adapter_only: bool = _option(
+        False,
+        "save only what was added or has changed, and fetch the rest from the checkpoints that MODEL was made of; "
+        "checkpoints during the run hold the whole model",
+        bool,
+    )
+    dtype: str = _option(
+        "auto",
+        "dtype of the frozen weights; trained weights are float32 during training",
+        str,
+        choices=("auto", "float32", "bfloat16"),
+    )
     device: str = "auto"
-    workers: int = 0
-    seed: int = 0
-    report_to: list[str] | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in LEAST.items():
-            number = getattr(self, name)
-            if number is not None and not least <= number < math.inf:
-                raise ValueError(f"{option_of(name)} must be at least {least}, got {number}.")
+        for field in dataclasses.fields(self):
+            least, number = field.metadata.get("least"), getattr(self, field.name)
+            if least is not None and number is not None and not least <= number < math.inf:
+                raise ValueError(f"{option_of(field.name)} must be at least {least}, got {number}.")
         for name in ("epochs", "learning_rate", "started_rate", "distill_text"):
             number = getattr(self, name)
             if number is not None and not (number > 0 and math.isfinite(number)):

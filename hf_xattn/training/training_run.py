@@ -7,7 +7,6 @@ and data. Of several processes, each trains on its share of each batch, and the 
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ from ..processing_xattn import XAttnProcessor
 from ..utils.projection import multiplies_natively
 from ..utils.quantized_weights import check_trainable
 from .answer_spans import ends_of_turns
-from .bad_rows import BAD_ROWS_FILE, SKIP, RowReader, StopsAtLimit
+from .bad_rows import BAD_ROWS_FILE, RowReader, StopsAtLimit
 from .collator import XAttnDataCollator
 from .complete_checkpoints import STATE, step_of
-from .distillation import DistillingCollator, DistillingTrainer
+from .distillation import DistillingCollator
 from .freezing import freeze
 from .kept_text import KEPT_TEXT_FILE, digest_of_rows, text_rows
 from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
@@ -33,8 +32,8 @@ from .picture_use import PictureUse, PictureUseCallback
 from .run_data import RunData
 from .run_folder import CHECKPOINTS, KEPT, START, check_resumed, last_checkpoint, write_options
 from .run_start import TRAINED, Rates, rates_of, start
-from .started_rate import check_started_rate
-from .training_options import TrainingOptions
+from .trainer import RunTrainer, check_started_rate
+from .training_options import SKIP, TrainingOptions
 from .vision_features import VisionFeatures
 
 
@@ -204,10 +203,10 @@ def _make_trainer(
     callbacks: list[TrainerCallback] = [_CountsEpochs(data), use]
     if data.options.bad_rows == SKIP:
         callbacks.append(StopsAtLimit(data.bad_rows(), data.total))
-    return _TimedTrainer(
-        data.rows_of_a_step,
-        distill_text=data.options.weight_of_text,
+    return RunTrainer(
         started_rate=started_rate,
+        distill_text=data.options.weight_of_text,
+        rows_of_a_step=data.rows_of_a_step,
         model=model,
         args=arguments,
         train_dataset=data.in_order(),
@@ -216,39 +215,6 @@ def _make_trainer(
         processing_class=processor,
         callbacks=callbacks,
     )
-
-
-class _TimedTrainer(DistillingTrainer):
-    """Logs rows a second, and the share of the time in which a step waits for its rows."""
-
-    def __init__(self, rows_of_a_step: int, **given: Any):
-        super().__init__(**given)
-        self._rows_of_a_step = rows_of_a_step
-        self._waited, self._since, self._step_then = 0.0, 0.0, 0
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        if not self._since:
-            self._since, self._step_then = start, self.state.global_step
-        samples = super().get_batch_samples(*args, **kwargs)
-        self._waited += time.perf_counter() - start
-        return samples
-
-    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs and self._since:
-            seconds = time.perf_counter() - self._since
-            steps = self.state.global_step - self._step_then
-            rows = steps * self._rows_of_a_step
-            logs |= {"rows_per_second": round(rows / seconds, 2), "data_wait": round(self._waited / seconds, 4)}
-            self._waited, self._since = 0.0, 0.0
-        super().log(logs, *args, **kwargs)
-        wrong = [name for name in ("loss", "grad_norm") if name in logs and not math.isfinite(float(logs[name]))]
-        if wrong:
-            raise ValueError(
-                f"Expected a finite `{wrong[0]}`, got {float(logs[wrong[0]])} up to step {self.state.global_step}: the "
-                f"run has diverged, and its weights are lost. Lower `--learning-rate` ({self.args.learning_rate:g}), "
-                "or look for a picture with NaN, as the guide of training shows."
-            )
 
 
 def _last_evaluation(trainer: Trainer) -> float:

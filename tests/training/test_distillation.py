@@ -18,8 +18,9 @@ from hf_xattn.data.order import Shuffled
 from hf_xattn.data.pictures import picture_parts
 from hf_xattn.training import distillation, run_data
 from hf_xattn.training.bad_rows import BadRowsFile, Place
-from hf_xattn.training.distillation import DistillingCollator, DistillingReader, DistillingTrainer
+from hf_xattn.training.distillation import DistillingCollator, DistillingReader
 from hf_xattn.training.run_folder import CHECKPOINTS
+from hf_xattn.training.trainer import RunTrainer
 
 
 TEXTS = [
@@ -117,7 +118,7 @@ def messages_of(line):
 
 
 def trainer_of(seeing, folder, weight=0.7):
-    return DistillingTrainer(distill_text=weight, model=seeing, args=short_arguments(folder))
+    return RunTrainer(distill_text=weight, model=seeing, args=short_arguments(folder))
 
 
 def rows_of(folder, lines):
@@ -170,7 +171,7 @@ def test_teacher_is_the_base(dtype, model, tmp_path):
     collate = DistillingCollator(XAttnDataCollator(processor, padding_side="right"))
     batch = collate([rows[index] for index in range(3)], [str(tmp_path / "data" / "red.png")] * 3)
     teacher = {name.removeprefix("teacher_"): each for name, each in batch.items() if name.startswith("teacher_")}
-    logits = trainer_of(seeing, tmp_path / "run").teacher_logits(seeing, batch, teacher)
+    logits = trainer_of(seeing, tmp_path / "run")._teacher_logits(seeing, batch, teacher)
     expected = base(teacher["input_ids"], attention_mask=teacher["attention_mask"]).logits
     assert torch.equal(logits, expected) and not logits.requires_grad
     alone = seeing(

@@ -8,7 +8,7 @@ from training_runs import short_arguments
 from transformers import Trainer
 
 from hf_xattn import freeze
-from hf_xattn.training.labelled_logits import LabelledLogitsTrainer
+from hf_xattn.training.trainer import RunTrainer
 
 
 ITEMS = torch.tensor(7)  # labels in all batches of a step
@@ -29,7 +29,7 @@ def losses(model, folder, given=ITEMS, n_gpu=None):
     heads = []
     model.get_output_embeddings().register_forward_hook(lambda module, args, output: heads.append(output.shape[-2]))
     computed = []
-    for kind in (Trainer, LabelledLogitsTrainer):
+    for kind in (Trainer, RunTrainer):
         arguments = short_arguments(folder)
         arguments._n_gpu = arguments.n_gpu if n_gpu is None else n_gpu
         trainer = kind(model=model, args=arguments)

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from hf_xattn import XAttnDataCollator, freeze_base
-from hf_xattn.training.labelled_logits import LabelledLogitsTrainer
+from hf_xattn.training.trainer import RunTrainer
 
 
 MARKER = 5
@@ -56,7 +56,7 @@ def test_gates_do_not_decay(tmp_path):
     processor = make_processor(CHATML)
     model = make_chat_model(processor)
     freeze_base(model)
-    trainer = LabelledLogitsTrainer(model=model, args=arguments(tmp_path, weight_decay=1.0), train_dataset=[LONG])
+    trainer = RunTrainer(model=model, args=arguments(tmp_path, weight_decay=1.0), train_dataset=[LONG])
     names = {id(weight): name for name, weight in model.named_parameters()}
     groups = trainer.create_optimizer().param_groups
     decays = {names[id(weight)]: group["weight_decay"] for group in groups for weight in group["params"]}
