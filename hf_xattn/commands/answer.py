@@ -56,24 +56,37 @@ def run_generate(arguments: argparse.Namespace) -> None:
         from ..storage.image_files import load_image_cache
 
         cache = load_image_cache(arguments.image_cache, model)
+    from ..serving.chat_session import ChatSession
+
     layout = None if cache is None else cache.cross_attention_cache.layout
-    num_images = 0 if layout is None else layout.num_images
-    if _has_template(processor) and not arguments.raw:
-        made = _chat(processor, arguments.prompt, images, num_images)
-    elif images:
-        made = processor(text=arguments.prompt, images=images, return_tensors="pt")
-    else:
-        made = _inputs_without_pixels(processor, arguments.prompt, num_images)
-    # Drop token types: some tokenizers return them, but decoders do not take them.
-    inputs: dict[str, Any] = {name: value.to(model.device) for name, value in made.items() if name != "token_type_ids"}
-    prompt_length = inputs["input_ids"].shape[1]
-    if cache is not None:
-        inputs["cache"] = cache
-    tokens = model.generate(
-        **inputs, max_new_tokens=arguments.max_new_tokens, num_beams=arguments.num_beams, do_sample=False
-    )
-    tokenizer = getattr(processor, "tokenizer", processor)
-    print(tokenizer.decode(tokens[0, prompt_length:], skip_special_tokens=True))
+    shown = images if layout is None else [_blank()] * layout.num_images
+    prompt = _Prompt(processor, arguments.prompt, shown, arguments.raw, with_pixels=cache is None)
+    options = {"max_new_tokens": arguments.max_new_tokens, "num_beams": arguments.num_beams, "do_sample": False}
+    print(ChatSession(model, prompt, cache=cache, **options).ask(arguments.prompt, images))
+
+
+class _Prompt:
+    """Stands for a processor in a [`ChatSession`]: renders one question, in the chat template or as it is (`raw`)."""
+
+    def __init__(self, processor: Any, text: str, images: list[Image], raw: bool, with_pixels: bool):
+        self.processor, self.text, self.images, self.with_pixels = processor, text, images, with_pixels
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.raw = raw or not _has_template(processor)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> Mapping[str, torch.Tensor]:
+        from ..serving.chat_session import question
+
+        if self.raw:
+            seen = {"images": self.images or None} if hasattr(self.processor, "image_processor") else {}
+            made = self.processor(text=self.text, return_tensors="pt", **seen)
+        else:
+            marker = getattr(self.processor, "image_token", None)
+            if marker and marker in self.text:
+                told = "which the chat template writes. Leave it out, or add `--raw`."
+                raise ValueError(f"`--prompt` contains {marker}, {told}")
+            shown = self.images if hasattr(self.processor, "tokenizer") else None
+            made = self.processor.apply_chat_template([question(self.text, shown)], **options)
+        return made if self.with_pixels else {name: made[name] for name in ("input_ids", "attention_mask")}
 
 
 def _has_template(processor: Any) -> bool:
@@ -85,36 +98,11 @@ def _has_template(processor: Any) -> bool:
     return isinstance(processor, XAttnProcessor) or bool(named)
 
 
-def _chat(processor: Any, prompt: str, images: list[Image], num_cached: int) -> Mapping[str, torch.Tensor]:
-    """Renders a chat with one question; for `num_cached` encoded images the ids alone, and no pixels."""
-    marker = getattr(processor, "image_token", None)
-    if marker and marker in prompt:
-        raise ValueError(f"`--prompt` contains {marker}, which the chat template writes. Leave it out, or add `--raw`.")
-    shown = images or [_blank()] * num_cached
-    parts = [*({"type": "image", "image": image} for image in shown), {"type": "text", "text": prompt}]
-    made = processor.apply_chat_template(
-        [{"role": "user", "content": parts if hasattr(processor, "tokenizer") else prompt}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    return made if images else {name: made[name] for name in ("input_ids", "attention_mask")}
-
-
 def _blank() -> Image:
     """An image in the place of one that is encoded already: processors make text according to their images."""
     from PIL import Image
 
     return Image.new("RGB", (32, 32))
-
-
-def _inputs_without_pixels(processor: Any, prompt: str, num_images: int) -> Mapping[str, torch.Tensor]:
-    """Tokenizes a prompt without pixels. The ids are those that the processor would make for `num_images` images."""
-    if not hasattr(processor, "image_processor"):
-        return getattr(processor, "tokenizer", processor)(prompt, return_tensors="pt")
-    made = processor(text=prompt, images=[_blank()] * num_images or None, return_tensors="pt")
-    return {name: made[name] for name in ("input_ids", "attention_mask")}
 
 
 def register_chat(commands: argparse._SubParsersAction) -> None:

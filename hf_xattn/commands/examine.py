@@ -6,13 +6,10 @@ import argparse
 import json
 import math
 import sys
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .shared import add_model, add_trust, check_model, device_of, hub_options, load_shapes, print_report
 
-
-if TYPE_CHECKING:
-    from ..modeling_xattn import XAttnForConditionalGeneration
 
 EXIT_STATUS = "Exit status: 0 if all that was checked holds, 1 if a promise is broken, 2 for wrong usage."
 
@@ -69,7 +66,7 @@ def _finite(number: float | None) -> float | None:
     return number if number is None or math.isfinite(number) else None  # JSON has no infinity
 
 
-def _about(model: XAttnForConditionalGeneration) -> dict[str, str]:
+def _about(model: Any) -> dict[str, str]:
     from ..utils.versions import installed
 
     return {

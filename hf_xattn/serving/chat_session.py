@@ -66,10 +66,19 @@ class ChatSession:
 
     Args:
         processor: an [`XAttnProcessor`], or a tokenizer for a model without images.
+        cache ([`XAttnCache`], *optional*): images that are encoded already and begin the first question, whose pixels
+            `processor` leaves out.
         options: keyword arguments of `generate`, for every turn.
     """
 
-    def __init__(self, model: XAttnForConditionalGeneration, processor: Any, system: str | None = None, **options: Any):
+    def __init__(
+        self,
+        model: XAttnForConditionalGeneration,
+        processor: Any,
+        system: str | None = None,
+        cache: XAttnCache | None = None,
+        **options: Any,
+    ):
         self.model = model
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
@@ -77,6 +86,7 @@ class ChatSession:
         self.options = options
         self._turn = threading.Lock()
         self.clear()
+        self._cache: XAttnCache | None = cache
 
     def clear(self) -> None:
         """Forgets messages and images. The system message stays."""
@@ -89,7 +99,7 @@ class ChatSession:
 
     def drop_cache(self) -> None:
         """Frees the memory of the cache. The next turn reads the whole conversation again."""
-        self._cache: XAttnCache | None = None
+        self._cache = None
 
     def ask(
         self,
@@ -108,7 +118,7 @@ class ChatSession:
             ValueError: if the conversation with its answer is longer than the model supports. After any error the
                 conversation is the same as before the question.
         """
-        messages = [*self.messages, {"role": "user", "content": _content(text, images)}]
+        messages = [*self.messages, question(text, images)]
         try:
             inputs = self._inputs(messages)
             answer_ids = self._generate(inputs, streamer, stop)
@@ -220,10 +230,12 @@ class ChatSession:
         return XAttnCache.adopt(EncoderDecoderCache(DynamicCache(config=text_config), DynamicCache()))
 
 
-def _content(text: str, images: list[Image] | None) -> Any:
+def question(text: str, images: list[Image] | None) -> dict[str, Any]:
+    """A message of the user: a text, with images in front of it."""
     if not images:
-        return text
-    return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+        return {"role": "user", "content": text}
+    parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+    return {"role": "user", "content": parts}
 
 
 def _common_length(first: torch.Tensor, second: torch.Tensor) -> int:

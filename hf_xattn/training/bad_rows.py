@@ -51,27 +51,6 @@ def read_problems(rows: Rows, indices: Iterable[int] | None = None, opens: bool 
     return problems
 
 
-def find_problems(rows: Rows, collate: Collate, with_pixels: Collate) -> tuple[list[Problem], int]:
-    """Makes a batch of each row alone: pictures that cannot be read, empty or cut answers, templates that fail.
-
-    `with_pixels` makes batches of pictures in memory, where `collate` needs files. Returns the problems, and the number
-    of tokens in the longest row.
-    """
-    longest, problems = 0, []
-    progress = tqdm(range(len(rows)), f"Checking {len(rows)} rows", leave=False, disable=not is_first_process())
-    for index in progress:
-        try:
-            row = rows.read(index)
-        except (TypeError, ValueError) as error:
-            problems.append(Problem(index, str(error)))
-            continue
-        try:
-            longest = max(longest, collate([row])["input_ids"].shape[1])
-        except (TypeError, ValueError) as error:
-            problems.append(Problem(index, reason_of(row, error, rows.folder_of(index), with_pixels)))
-    return problems, longest
-
-
 def reason_of(row: dict[str, Any], error: Exception, folder: Path, collate: Collate) -> str:
     """Why a row cannot be trained on: all pictures that cannot be read, and what is wrong beside them."""
     wrong = [what_is_wrong(part, folder) for part in picture_parts(row)]
@@ -159,6 +138,13 @@ class BadRowsFile:
             )
 
 
+class _Found(list[Problem]):
+    """Bad rows in memory, in the place of a [`BadRowsFile`]."""
+
+    def add(self, rows: Rows, problem: Problem) -> None:
+        self.append(problem)
+
+
 class BadRowError(ValueError):
     """A row that cannot be trained on. A worker's error becomes one text; of it, what is behind this name is kept."""
 
@@ -197,19 +183,21 @@ class RowReader:
         file ([`BadRowsFile`], *optional*): where bad rows are named. Without one, a bad row is an error.
     """
 
-    def __init__(self, collate: Collate, with_pixels: Collate, file: BadRowsFile | None):
+    def __init__(self, collate: Collate, with_pixels: Collate, file: BadRowsFile | _Found | None):
         self.collate, self.with_pixels, self.file = collate, with_pixels, file
 
     def __call__(self, places: Sequence[Place]) -> Any:
-        good = [row for place in places if (row := self._read(place)) is not None]
-        batch = self._collated(good)
+        batch = self.read(places)
         rows, last = places[-1]
         for place in range(last + 1, last + 1 + SUBSTITUTES):
             if batch is not None:
                 return batch
-            row = self._read(Place(rows, place % len(rows)))
-            batch = None if row is None else self._collated([row])
+            batch = self.read([Place(rows, place % len(rows))])
         raise BadRowError(f"Expected a good row in {SUBSTITUTES} rows, got none.")
+
+    def read(self, places: Sequence[Place]) -> Any:
+        """The batch of those that are good; None if all are bad."""
+        return self._collated([row for place in places if (row := self._read(place)) is not None])
 
     def _read(self, place: Place) -> tuple[Place, dict[str, Any]] | None:
         rows, index = resolved(place)
@@ -259,6 +247,20 @@ class RowReader:
             f"{rows.where(index)}: {reason}. Repair or remove the row, or add `--bad-rows skip`, and continue with "
             "`--resume`."
         )
+
+
+def find_problems(rows: Rows, collate: Collate, with_pixels: Collate) -> tuple[list[Problem], int]:
+    """Reads each row alone, as [`RowReader`] does, whose arguments these are.
+
+    Returns the problems, and the number of tokens in the longest row.
+    """
+    longest, found = 0, _Found()
+    reader = RowReader(collate, with_pixels, found)
+    progress = tqdm(range(len(rows)), f"Checking {len(rows)} rows", leave=False, disable=not is_first_process())
+    for index in progress:
+        batch = reader.read([Place(rows, index)])
+        longest = longest if batch is None else max(longest, batch["input_ids"].shape[1])
+    return found, longest
 
 
 def resolved(place: Place) -> tuple[Rows, int]:

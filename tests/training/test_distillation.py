@@ -20,7 +20,7 @@ from hf_xattn.training import distillation, run_data
 from hf_xattn.training.bad_rows import BadRowsFile, Place
 from hf_xattn.training.distillation import DistillingCollator, DistillingReader
 from hf_xattn.training.run_folder import CHECKPOINTS
-from hf_xattn.training.trainer import RunTrainer
+from hf_xattn.training.trainer import RunTrainer, kl_of_answers
 
 
 TEXTS = [
@@ -194,7 +194,7 @@ def test_only_texts_and_infinite_logits(model, tmp_path):
     own = torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(0))
     own[..., 2] = -torch.inf
     labels, own = torch.tensor([[-100, 1, 3, -100]]), own.requires_grad_()
-    kl, tokens = distillation.kl_of_answers(own, labels, own.detach().flip(1), labels)
+    kl, tokens = kl_of_answers(own, labels, own.detach().flip(1), labels)
     (gradient,) = torch.autograd.grad(kl, own)
     assert tokens == 2 and torch.isfinite(kl) and torch.isfinite(gradient).all() and gradient.abs().sum() > 0
 
