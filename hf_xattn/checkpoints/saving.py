@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import glob
 import inspect
@@ -12,9 +11,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.utils import PushToHubMixin, hub
 
 from ..utils.checkpoint_files import CARD, SHARDS, SHARDS_OF_RANKS
 from ..utils.custom_code import save_code, save_parts_code
@@ -41,17 +41,7 @@ SAVE_KEYWORDS = frozenset(
     "is_main_process state_dict push_to_hub max_shard_size variant token save_peft_format save_original_format "
     "distributed_checkpoint".split()
 )
-
-
-class _Save(NamedTuple):
-    """A save that is under way in this thread. Transformers calls the model's own methods in the middle of it."""
-
-    card: bytes | None = None  # that of the folder: transformers writes the repository's over it before it uploads
-    whole: WholeFolder | None = None  # whose files wait for their places
-
-
-_NONE = _Save()
-_save: contextvars.ContextVar[_Save] = contextvars.ContextVar("save", default=_NONE)
+PUSH_KEYWORDS = frozenset(inspect.signature(PushToHubMixin.push_to_hub).parameters)
 
 
 class XAttnSavingMixin(Model):
@@ -131,6 +121,7 @@ class XAttnSavingMixin(Model):
         text_base: str | None = None,
         vision_base: str | None = None,
         with_code: bool = False,
+        max_shard_size: int | str = "50GB",
         **kwargs,
     ) -> Any:
         """`PreTrainedModel.push_to_hub`. The named arguments are those of [`save_pretrained`].
@@ -138,6 +129,7 @@ class XAttnSavingMixin(Model):
         Raises an error as that one, and a `ValueError` for a base that is a folder, which others cannot load.
         """
         check_flags(adapter_only=adapter_only, with_code=with_code)
+        refuse_unknown(self.push_to_hub, kwargs, PUSH_KEYWORDS)
         if not self._saves_peft_adapter():
             refuse_own_parts(self)
         options: dict[str, Any] = {"with_code": with_code}
@@ -153,16 +145,15 @@ class XAttnSavingMixin(Model):
             options.update(adapter_only=True, text_base=text_base, vision_base=vision_base)
         else:
             _refuse_bases(text_base, vision_base)
-        pushed: Any = super()
-        # Transformers saves into a folder that it uploads, with arguments of its own choice.
-        vars(self)["save_pretrained"] = functools.partial(self.save_pretrained, **options)
         before, is_unnamed = self.name_or_path, self._takes_name_of_folder()
+        repo_id = _create_repository(repo_id, private=kwargs.pop("private", None), token=kwargs.get("token"))
         try:
-            result = pushed.push_to_hub(repo_id, **kwargs)
+            with tempfile.TemporaryDirectory() as folder:
+                self.save_pretrained(folder, max_shard_size=max_shard_size, **options)
+                result = self._upload(folder, {}, repo_id, **kwargs)
             before = before or repo_id
             return result
         finally:
-            del vars(self)["save_pretrained"]
             if is_unnamed:  # not the folder that was uploaded, which is gone
                 self.name_or_path = self.config.name_or_path = before
                 self._saved_as = before or None
@@ -208,8 +199,6 @@ class XAttnSavingMixin(Model):
                 raise ValueError("Leave `state_dict` out: of a quantized model, the weights that it holds are saved.")
             if given is None and not is_sharded_by_transformers(self):
                 options = {**options, "state_dict": gathered_weights(self)}
-        if options.get("push_to_hub"):  # the folder that transformers sees has the name of what a link leads to
-            options = {"repo_id": Path(os.path.abspath(target)).name, **options}
         is_unnamed = self._takes_name_of_folder()
         if options.get("distributed_checkpoint"):  # all processes write into the folder
             earlier = [] if self._saves_peft_adapter() else list(_earlier_save(target, options.get("variant")))
@@ -220,16 +209,30 @@ class XAttnSavingMixin(Model):
                 torch.distributed.barrier()  # behind it, the other processes may load what was saved
         elif not is_main_process:  # transformers makes a folder in all processes, and writes in one
             with tempfile.TemporaryDirectory() as nothing:
-                self._write_by_transformers(Path(nothing), options, False, None)
+                self._write(Path(nothing), with_code, {**options, "push_to_hub": False}, target, False)
+            self._wait_for_all()
         else:
-            stale = functools.partial(_earlier_save, variant=options.get("variant"))
-            saved = WholeFolder(target, _earlier_peft_adapter if self._saves_peft_adapter() else stale)
-            with saved as fresh:
-                if (target / CARD).is_file():  # written anew only if no person has changed it
-                    shutil.copy2(target / CARD, fresh / CARD)
-                self._write(fresh, with_code, options, target, True, saved)
+            self._save_and_push(target, with_code, options)
         if is_unnamed:
             self._take_name(target)
+
+    def _save_and_push(self, target: Path, with_code: bool, options: dict[str, Any]) -> None:
+        """Saves in one process. Whatever becomes of the upload, the save is complete."""
+        push = {name: value for name, value in options.items() if name not in SAVE_KEYWORDS or name == "token"}
+        commit = {name: push.pop(name) for name in ("commit_message", "create_pr") if name in push}
+        repo_id = push.pop("repo_id", os.path.basename(os.path.abspath(target)))  # of a link, not of where it leads to
+        if pushes := options.get("push_to_hub"):
+            repo_id = _create_repository(repo_id, **push)
+        stale = functools.partial(_earlier_save, variant=options.get("variant"))
+        with WholeFolder(target, _earlier_peft_adapter if self._saves_peft_adapter() else stale) as fresh:
+            if (target / CARD).is_file():  # written anew only if no person has changed it
+                shutil.copy2(target / CARD, fresh / CARD)
+            self._write(fresh, with_code, {**options, "push_to_hub": False}, target)
+            new = set(os.listdir(fresh))
+        self._wait_for_all()
+        if pushes:
+            others = {name: math.inf for name in os.listdir(target) if name not in new}
+            self._upload(target, others, repo_id, token=push.get("token"), **commit)
 
     def _write(
         self,
@@ -238,33 +241,19 @@ class XAttnSavingMixin(Model):
         options: dict[str, Any],
         target: Path,
         is_main_process: bool = True,
-        whole: WholeFolder | None = None,
         small: bool = False,
     ) -> None:
-        if is_main_process and not self._saves_peft_adapter():
+        is_whole = is_main_process and not self._saves_peft_adapter()
+        if is_whole:
             body: Any = self.base_model
             config = self.config
             parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
             save_code([(part, own) for part, own in parts if part is not None and own is not None], folder)
             save_parts_code(config, folder, with_code)
             write_stub(folder, with_code, target, small)
-        self._write_by_transformers(folder, options, is_main_process, whole)
-        if is_main_process:
-            self._write_card(folder)
-
-    def _write_by_transformers(
-        self, folder: Path, options: dict[str, Any], is_main_process: bool, whole: WholeFolder | None
-    ) -> None:
         saved: Any = super()
-        card = folder / CARD
-        token = _save.set(_Save(card.read_bytes() if card.is_file() else None, whole))
-        try:
-            saved.save_pretrained(folder, is_main_process, **options)
-        finally:
-            _save.reset(token)
-
-    def _write_card(self, folder: Path) -> None:
-        if not self._saves_peft_adapter() and (folder / "config.json").is_file():
+        saved.save_pretrained(folder, is_main_process, **options)
+        if is_whole:
             self._renew_card(folder)
 
     def _renew_card(self, folder: str | os.PathLike[str]) -> None:
@@ -273,13 +262,28 @@ class XAttnSavingMixin(Model):
 
             write_model_card(self, folder)
 
-    def barrier_after_gathered_checkpoint_save(self, *args, **kwargs) -> Any:
-        """Called at the end of `save_pretrained`. Behind it, the other processes may load what was saved."""
-        if (whole := _save.get().whole) is not None and whole.fresh.is_dir():
-            self._write_card(whole.fresh)
-            whole.commit()
+    def barrier_after_gathered_checkpoint_save(self, *args, **kwargs) -> None:
+        """transformers calls this when it has written its files, which have not their places yet."""
+
+    def _wait_for_all(self) -> None:
+        """Behind this, the other processes may load what was saved."""
         waiting: Any = super()
-        return waiting.barrier_after_gathered_checkpoint_save(*args, **kwargs)
+        waiting.barrier_after_gathered_checkpoint_save(getattr(self.config, "distributed_config", None))
+
+    def _upload(
+        self, folder: str | os.PathLike[str], known: dict[str, float], repo_id: str, tags: Any = None, **commit: Any
+    ) -> Any:
+        """Uploads what is new in a folder, with the card of the repository, if that has one.
+
+        `known` are the times of the files that are not new. `commit` is as `push_to_hub` takes it.
+        """
+        tags = list(dict.fromkeys([*(self.model_tags or []), *([tags] if isinstance(tags, str) else tags or [])]))
+        card = hub.create_and_tag_model_card(repo_id, tags or None, token=commit.get("token"))
+        if not is_blank_card(str(card)):
+            card.save(Path(folder) / CARD)
+        elif not (Path(folder) / CARD).is_file():
+            self._renew_card(folder)
+        return self._upload_modified_files(folder, repo_id, known, **commit)
 
     def _saves_peft_adapter(self) -> bool:
         return getattr(self, "_hf_peft_config_loaded", False)
@@ -291,23 +295,17 @@ class XAttnSavingMixin(Model):
     def _take_name(self, folder: Path) -> None:
         self.name_or_path = self.config.name_or_path = self._saved_as = os.fspath(folder)
 
-    def _upload_modified_files(
-        self, working_dir: str | os.PathLike[str], repo_id: str, files_timestamps: dict[str, float], *args, **kwargs
-    ) -> Any:
-        """Called when files go up, with transformers' empty card where the repository has no card."""
-        save = _save.get()
+    def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args, **kwargs) -> Any:
+        """Called when files go up. transformers leaves its empty form where the repository has no card."""
         card = Path(working_dir) / CARD
         if card.is_file() and is_blank_card(card.read_text(encoding="utf-8", errors="replace")):
-            if save.card is not None:
-                card.write_bytes(save.card)
             self._renew_card(working_dir)
-        if save.whole is not None:  # whatever becomes of the upload, the save is complete
-            new = set(os.listdir(working_dir))
-            save.whole.commit()
-            working_dir = save.whole.target
-            files_timestamps = {name: math.inf for name in os.listdir(working_dir) if name not in new}
         uploading: Any = super()
-        return uploading._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
+        return uploading._upload_modified_files(working_dir, *args, **kwargs)
+
+
+def _create_repository(repo_id: str, **options: Any) -> str:
+    return hub.hf_api().create_repo(repo_id, exist_ok=True, **options).repo_id
 
 
 def _refuse_bases(text_base: Any, vision_base: Any) -> None:
