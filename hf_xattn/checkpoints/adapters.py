@@ -116,15 +116,15 @@ def _check_base(record: Any, where: str) -> None:
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """A checkpoint of added weights."""
+class SmallCheckpoint:
+    """A checkpoint of added weights, which `adapter_only=True` has saved. An adapter of PEFT is something else."""
 
     name: str  # its folder or Hub id
     manifest: dict[str, Any]  # the content of the file
     hub: dict[str, Any]  # keyword arguments that say where its files are
 
     @classmethod
-    def find(cls, name: Any, load_kwargs: dict[str, Any]) -> Adapter | None:
+    def find(cls, name: Any, load_kwargs: dict[str, Any]) -> SmallCheckpoint | None:
         """Reads the manifest. None and errors as [`find_manifest`] and [`read_manifest`]."""
         path = find_manifest(name, load_kwargs)
         return None if path is None else cls(os.fspath(name), read_manifest(path), given(FILE_KEYWORDS, load_kwargs))

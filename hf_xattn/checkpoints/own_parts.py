@@ -56,25 +56,27 @@ def refuse_own_parts(model: Any) -> None:
                 f"`save_pretrained` cannot save what `torch.compile` returned ({path}): it has renamed the weights, so "
                 "loading would not find them. Use `part.compile()`, which compiles a module in its place."
             )
-    found = next(chain(_wrong_parts(model), _wrong_modules(body)), None) if _is_built_by_us(model) else None
-    if found is not None:
+    is_ours = _is_built_by_us(model)
+    found, expected = _found_and_expected(body) if is_ours else ({}, {})
+    wrong = next(chain(_wrong_parts(model), _wrong_modules(found, expected)), None) if is_ours else None
+    if wrong is not None:
         raise ValueError(
-            f"`save_pretrained` cannot save a part of your own: {found}. A folder names no such parts, so it would "
+            f"`save_pretrained` cannot save a part of your own: {wrong}. A folder names no such parts, so it would "
             "load with the expected one. Save the weights of this part by themselves (`torch.save(part.state_dict(), "
             "file)`), and the model with the expected part in its place. Connectors, gates and codes of positions of "
             "your own may have names: see `register_connector`, `register_gate` and `register_position`. Or make the "
             "part in `__init__` of a subclass of the model, which then loads what it saves."
         )
-    found = next(chain(_wrong_settings(body), _wrong_values(model) if _is_built_by_us(model) else ()), None)
-    if found is not None:
+    wrong = next(chain(_wrong_settings(body), _wrong_values(model, found, expected) if is_ours else ()), None)
+    if wrong is not None:
         raise ValueError(
-            f"`save_pretrained` cannot save {found}. A part is built once: a later change of the configuration does "
+            f"`save_pretrained` cannot save {wrong}. A part is built once: a later change of the configuration does "
             "not reach it, and the folder would load as another model. Give both the same value."
         )
 
 
 def warn_of_own_parts(model: Any) -> None:
-    """Warns once where training begins. Does not look into each part, because it is called at each step."""
+    """Warns once where training begins. It is called at each step, so it looks at the parts and at the first block."""
     if _is_built_by_us(model) and (found := next(_wrong_parts(model), None)) is not None:
         logger.warning_once(f"`save_pretrained` will refuse this model, because of a part of your own: {found}.")
     elif (found := next(_wrong_settings(model.base_model), None)) is not None:
@@ -125,19 +127,17 @@ def _wrong_parts(model: Any) -> Iterator[str]:
             yield _words(name, found, kinds[0].__name__)
 
 
-def _wrong_modules(body: Any) -> Iterator[str]:
+def _wrong_modules(found: dict[str, nn.Module], expected: dict[str, nn.Module]) -> Iterator[str]:
     """Modules of connector and blocks that differ from those of new ones."""
-    found, expected = _found_and_expected(body)
     for path in sorted(found.keys() | expected.keys()):
         ours, new = (_class_of(each.get(path)) for each in (found, expected))
         if ours is not new:
             yield _words(path, ours, new.__name__)
 
 
-def _wrong_values(model: Any) -> Iterator[str]:
+def _wrong_values(model: Any, found: dict[str, nn.Module], expected: dict[str, nn.Module]) -> Iterator[str]:
     """What modules of connector and blocks keep of their configuration, where new ones would keep something else."""
     body = model.base_model
-    found, expected = _found_and_expected(body)
     cut = is_sharded_by_transformers(model) or any("_fsdp_wrapped_module" in path for path, _ in body.named_modules())
     for path, module in found.items():
         new = expected.get(path, module)
@@ -188,14 +188,14 @@ def _wrong_settings(body: Any) -> Iterator[str]:
             for key, value in built.to_dict().items():
                 if key not in NOTES and now.get(key) != value:
                     yield f"`{name}`: it was built with {key}={value!r}, which is {now.get(key)!r} in `config.{kept}`"
-    for name, block in body.named_modules():
-        if isinstance(block, GatedCrossAttentionBlock):
-            for difference in _of_block(name, block, body.config.cross_attention_config):
-                yield f"{difference} in `config.cross_attention_config`"
+    block = next((each for each in body.text_model.modules() if isinstance(each, GatedCrossAttentionBlock)), None)
+    if block is not None:  # the others are made of the same configuration
+        for difference in _of_block(block, body.config.cross_attention_config):
+            yield f"{difference} in `config.cross_attention_config`"
 
 
-def _of_block(name: str, block: Any, config: Any) -> Iterator[str]:
-    for path, module in block.named_modules(prefix=name):
+def _of_block(block: Any, config: Any) -> Iterator[str]:
+    for path, module in block.named_modules(prefix="cross_attention_block"):
         for attribute in SETTINGS if _is_ours(_class_of(module)) else ():
             of_heads = path.endswith(("q_norm", "k_norm"))
             key = {"eps": "qk_norm_eps" if of_heads else "norm_eps"}.get(attribute, attribute)
@@ -204,7 +204,7 @@ def _of_block(name: str, block: Any, config: Any) -> Iterator[str]:
                 yield f"`{path}`: it was built with {key}={value!r}, which is {saved!r}"
     if (block.attn_gate is None) != (config.gate == "none"):
         built = "without a gate" if block.attn_gate is None else "with a gate"
-        yield f"`{name}`: it was built {built}, which is gate={config.gate!r}"
+        yield f"`cross_attention_block`: it was built {built}, which is gate={config.gate!r}"
 
 
 def _modules(path: str, module: nn.Module | None) -> dict[str, nn.Module]:

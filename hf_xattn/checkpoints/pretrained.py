@@ -225,7 +225,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             if checked is not None:
                 check_class(cls, checked.fields.get("architectures"), source, MODELS)
             if find_manifest(source, kwargs) is not None:
-                loaded: Any = cls._from_adapter(source, model_args, config, kwargs, allow_missing_weights)
+                loaded: Any = cls._from_small(source, model_args, config, kwargs, allow_missing_weights)
                 if peft is not None:
                     (loaded[0] if isinstance(loaded, tuple) else loaded).load_adapter(
                         peft.name, peft_name, adapter_kwargs=peft.hub
@@ -280,30 +280,30 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
     @classmethod
-    def _from_adapter(
+    def _from_small(
         cls, source: Any, model_args: tuple[Any, ...], config: Any, load_kwargs: dict[str, Any], allowed: bool
     ) -> Any:
-        from .adapters import Adapter
+        from .adapters import SmallCheckpoint
 
-        adapter: Any = Adapter.find(source, load_kwargs)
+        saved: Any = SmallCheckpoint.find(source, load_kwargs)
         if isinstance(text := load_kwargs.get("text_base"), PreTrainedModel):
             if model_args:
                 raise ValueError(f"With a `text_base` that is loaded pass other arguments by name, got {model_args!r}.")
             del load_kwargs["text_base"]
             check_insertable(text)  # before `recorded`, which takes blocks out again after an error
             with recorded(text):
-                model = adapter.onto(cls, text, config, load_kwargs)
-                _finish_adapter(model, adapter, {"dtype": text.dtype}, allowed)
+                model = saved.onto(cls, text, config, load_kwargs)
+                _finish_small(model, saved, {"dtype": text.dtype}, allowed)
             return model
-        load_kwargs.setdefault("quantization_config", adapter.manifest.get("quantization_config"))
-        load_kwargs = adapter.load_kwargs(config, load_kwargs)
+        load_kwargs.setdefault("quantization_config", saved.manifest.get("quantization_config"))
+        load_kwargs = saved.load_kwargs(config, load_kwargs)
         if load_kwargs["quantization_config"] is not None:
             load_kwargs["quantization_config"] = keep_added_precise(
                 load_kwargs["quantization_config"], load_kwargs["config"]
             )
         info_wanted = load_kwargs.pop("output_loading_info", False)
         pair: Any = super().from_pretrained(None, *model_args, output_loading_info=True, **load_kwargs)
-        _finish_adapter(pair[0], adapter, load_kwargs, allowed)
+        _finish_small(pair[0], saved, load_kwargs, allowed)
         return pair if info_wanted else pair[0]
 
     def add_model_tags(self, tags: list[str] | str) -> None:
@@ -333,13 +333,13 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
 
 
-def _finish_adapter(model: Any, adapter: Any, load_kwargs: dict[str, Any], allowed: bool) -> None:
-    if not os.path.isdir(adapter.name):
-        check_class(type(model), model.config.architectures, adapter.name, MODELS)
-    check_complete(model, adapter.name, allowed)
-    _finish(model, adapter.name, load_kwargs)
-    model.config.name_or_path = model.name_or_path = adapter.name
-    model.base_model._folder = adapter.identity()
+def _finish_small(model: Any, saved: Any, load_kwargs: dict[str, Any], allowed: bool) -> None:
+    if not os.path.isdir(saved.name):
+        check_class(type(model), model.config.architectures, saved.name, MODELS)
+    check_complete(model, saved.name, allowed)
+    _finish(model, saved.name, load_kwargs)
+    model.config.name_or_path = model.name_or_path = saved.name
+    model.base_model._folder = saved.identity()
 
 
 def _finish(model: Any, what: Any, load_kwargs: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, logging
 
-from ..checkpoints.adapters import Adapter
+from ..checkpoints.adapters import SmallCheckpoint
 from ..checkpoints.bases import BaseSource
 from ..configuration_xattn import XAttnConfig
 from ..utils.keywords import HUB_KEYWORDS, given
@@ -27,25 +27,25 @@ def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) ->
     vision tower. Raises a `ValueError` for a base without these files, and a tokenizer without the model's image
     marker.
     """
-    adapter = Adapter.find(name, load_kwargs)
-    text = None if adapter is None else adapter.recorded_base("text_base")
-    if adapter is None or text is None or any(adapter.has(file) for file in FILES):
+    saved = SmallCheckpoint.find(name, load_kwargs)
+    text = None if saved is None else saved.recorded_base("text_base")
+    if saved is None or text is None or any(saved.has(file) for file in FILES):
         return None
     hub = given((*HUB_KEYWORDS, "trust_remote_code"), load_kwargs)
     own: dict[str, Any] = {name: load_kwargs[name] for name in ("chat_template", "image_token") if name in load_kwargs}
     known = {*HUB_KEYWORDS, *own, "trust_remote_code", "code_revision", "subfolder"}
     settings = {name: value for name, value in load_kwargs.items() if name not in known and not name.startswith("_")}
-    vision = adapter.recorded_base("vision_base")
-    tokenizer = _load(AutoTokenizer, text, adapter.name, {**settings, **hub})
-    image_processor = None if vision is None else _load(AutoImageProcessor, vision, adapter.name, {**settings, **hub})
-    token_id = XAttnConfig.from_pretrained(adapter.name, **adapter.hub).image_token_id
+    vision = saved.recorded_base("vision_base")
+    tokenizer = _load(AutoTokenizer, text, saved.name, {**settings, **hub})
+    image_processor = None if vision is None else _load(AutoImageProcessor, vision, saved.name, {**settings, **hub})
+    token_id = XAttnConfig.from_pretrained(saved.name, **saved.hub).image_token_id
     if token_id is not None and token_id >= len(tokenizer):
         raise ValueError(
-            f"{adapter.name} holds no processor, and the tokenizer of its base {text} has no token {token_id}, the "
+            f"{saved.name} holds no processor, and the tokenizer of its base {text} has no token {token_id}, the "
             "marker of an image. Save the processor that the model was trained with into the folder."
         )
     logger.warning_once(
-        f"{adapter.name} holds no processor. It is made of the tokenizer of {text}"
+        f"{saved.name} holds no processor. It is made of the tokenizer of {text}"
         + ("." if vision is None else f" and the image processor of {vision}.")
         + " Save a processor with other settings, such as a chat template, into the folder."
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..checkpoints.adapters import PARTS, Adapter, weights_of
+from ..checkpoints.adapters import PARTS, SmallCheckpoint, weights_of
 
 
 def weights_of_folder(name: str, revision: str | None) -> Iterator[tuple[str, torch.Tensor]] | None:
@@ -17,18 +17,18 @@ def weights_of_folder(name: str, revision: str | None) -> Iterator[tuple[str, to
     Raises:
         ValueError, OSError: for a base that is gone, cannot be loaded or is another one, and a damaged folder.
     """
-    adapter = Adapter.find(name, {} if revision is None else {"revision": revision})
-    return None if adapter is None else _weights(adapter)
+    saved = SmallCheckpoint.find(name, {} if revision is None else {"revision": revision})
+    return None if saved is None else _weights(saved)
 
 
-def _weights(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:
-    adapter.check_settings()
-    added = adapter.added()
+def _weights(saved: SmallCheckpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    saved.check_settings()
+    added = saved.added()
     for _, argument, load in PARTS:
-        record: Any = adapter.manifest.get(argument)
+        record: Any = saved.manifest.get(argument)
         if record is None:
             continue
-        base, prefix = adapter.base(argument, load, None, {}), record["prefix"]
+        base, prefix = saved.base(argument, load, None, {}), record["prefix"]
         weights = {name: weight for name, weight in weights_of(base).items() if name not in record["absent"]}
         for name, dtype in record["dtypes"].items():
             weights[name] = weights[name].to(getattr(torch, dtype))

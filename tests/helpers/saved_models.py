@@ -5,7 +5,7 @@ from tiny_models import make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel
 
 from hf_xattn import retrofit
-from hf_xattn.checkpoints.adapters import Adapter
+from hf_xattn.checkpoints.adapters import SmallCheckpoint
 from hf_xattn.checkpoints.folders import WEIGHTS
 
 
@@ -36,7 +36,7 @@ def logits_of(model):
 
 
 def names_in(folder):
-    return set(Adapter.find(folder, {}).added())
+    return set(SmallCheckpoint.find(folder, {}).added())
 
 
 def same_model(model, loaded):
