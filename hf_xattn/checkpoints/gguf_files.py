@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import os
 import re
+import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
@@ -29,7 +30,10 @@ from .folders import check_size
 SUFFIX, MAGIC = ".gguf", b"GGUF"
 KINDS = "a folder, a GGUF file or a Hub id"  # of text models
 CUT_OFF = "If the file is cut off, download it again."
-MOST_READS = 2**22  # a vocabulary of 2^18 tokens, with scores, types and twice as many merges, takes half of it
+# Types of settings: those of numbers with their codes in `struct`.
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+TEXT, ARRAY = 8, 9
+MOST_VALUES = 2**21  # a vocabulary of 2^18 tokens, with scores, types and twice as many merges, takes half of it
 MOST_STRING = 2**24  # bytes
 FEW_LAYERS = 16
 
@@ -208,67 +212,63 @@ class GgufHead(NamedTuple):
     rope_scaling: str  # how rotary positions are scaled: "none", or what the file says
 
 
-class _Bounded:
-    """Part of the reader of the library `gguf`: stops where a head leads out of the file, or asks for endless reading.
+class _Fields:
+    """Reads the head of a file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) before others believe it.
 
-    The library and transformers believe the head: an array of 2^40 numbers is read number by number, 10^9 layers are
-    built, and a tensor is taken from where its offset points.
+    To the library `gguf` and to transformers, an array may have 2^40 numbers, and a model 10^9 layers.
     """
 
-    data: Any  # a memory map at first
-    reads = 0
+    def __init__(self, file: BinaryIO, size: int):
+        self.file, self.size, self.left = file, size, MOST_VALUES
 
-    def _get(self, offset: int, dtype: Any, count: Any = 1, *_: Any, **__: Any) -> Any:
-        if self.reads == 0:
-            self.data = np.asarray(self.data)  # a plain array is cut three times as fast as a memory map
-        kind = np.dtype(dtype)
-        end = int(offset) + int(count) * kind.itemsize
-        if end > len(self.data):
-            raise ValueError(f"its head asks for bytes up to {short(end)}, and the file has {len(self.data)}")
-        self.reads += 1
-        if self.reads > MOST_READS:
-            raise ValueError(f"its head has more than {MOST_READS} values")
-        return self.data[offset:end].view(kind)
+    def bytes(self, count: int) -> bytes:
+        if count > min(MOST_STRING, self.size - self.file.tell()):
+            raise ValueError(f"its head asks for {short(count)} bytes, which the file does not have")
+        return self.file.read(count)
 
-    def _get_str(self, offset: int) -> Any:
-        reader: Any = super()
-        length, text = reader._get_str(offset)
-        if len(text) > MOST_STRING:
-            raise ValueError(f"a text in its head has {len(text)} bytes, and {MOST_STRING} are allowed")
-        return length, text
+    def number(self, kind: str = "Q") -> Any:
+        return struct.unpack(f"<{kind}", self.bytes(struct.calcsize(kind)))[0]
+
+    def value(self, kind: int = TEXT) -> Any:
+        """A text or a number; of an array, its last value."""
+        if kind != ARRAY:
+            return self.bytes(self.number()).decode() if kind == TEXT else self.number(NUMBERS[kind])
+        kind, count = self.number("I"), self.number()
+        self.left -= count
+        if self.left < 0:
+            raise ValueError(f"its head has more than {MOST_VALUES} values")
+        return [self.value(kind) for _ in range(count)][-1:]
 
 
 @functools.lru_cache(maxsize=1)
 def _read_head(path: Path, size: int, time: int) -> GgufHead:
-    """Reads all of a file but the values of its tensors. Raises whatever the library raises for a damaged file.
+    """Reads all of a file but the values of its tensors. Raises any error for a damaged file.
 
     The tensors must follow each other without gaps, as llama.cpp wants it: a changed offset would give the weights of
     one tensor to another.
     """
-    from gguf import GGUFReader
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    reader: Any = type("BoundedReader", (_Bounded, GGUFReader), {})(path)
     tensors: dict[str, Stored] = {}
     expected = 0
-    for tensor in reader.tensors:
-        offset = int(tensor.field.parts[-1][0])
-        if offset != expected:
-            raise ValueError(f"its tensor {short(tensor.name)} begins at byte {offset} of the data, not at {expected}")
-        expected = offset + -(-tensor.n_bytes // int(reader.alignment)) * int(reader.alignment)
-        tensors[tensor.name] = Stored(path.name, tuple(reversed(tensor.shape.tolist())))
-    parts, layers = _number(reader, "split.count", 1), _number(reader, ".block_count", 0)
+    with open(path, "rb") as file:
+        fields = _Fields(file, size)
+        _, _, num_tensors, num_settings = fields.bytes(4), fields.number("I"), fields.number(), fields.number()
+        settings = {fields.value(): fields.value(fields.number("I")) for _ in range(num_settings)}
+        alignment = settings.get("general.alignment", 32)
+        for _ in range(num_tensors):
+            name, shape = fields.value(), [fields.number() for _ in range(fields.number("I"))]
+            per_block, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(fields.number("I"))]
+            if (offset := fields.number()) != expected:
+                raise ValueError(f"its tensor {short(name)} begins at byte {offset} of the data, not at {expected}")
+            expected += -(-(math.prod(shape) // per_block * num_bytes) // alignment) * alignment
+            tensors[name] = Stored(path.name, tuple(reversed(shape)))
+    parts = settings.get("split.count", 1)
+    layers = max((value for name, value in settings.items() if name.endswith(".block_count")), default=0)
     found = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
-    if parts == 1 and layers > found + FEW_LAYERS:
+    if parts <= 1 and layers > found + FEW_LAYERS:
         # Thousands of layers take minutes to build, even without values. If few are missing, loading names them.
         raise ValueError(f"it has {layers} layers, and tensors of {found}")
     scaling = next((name for name in tensors if name.startswith(("rope_freqs", "rope_factors"))), "none")
-    for name, field in reader.fields.items():
-        if name.endswith(".rope.scaling.type"):
-            scaling = bytes(field.parts[field.data[-1]]).decode()
-    return GgufHead(tensors, parts, scaling)
-
-
-def _number(reader: Any, ending: str, default: int) -> int:
-    """The largest setting whose name ends so."""
-    found = [int(field.parts[-1][0]) for name, field in reader.fields.items() if name.endswith(ending)]
-    return max(found, default=default)
+    types = (value for name, value in settings.items() if name.endswith(".rope.scaling.type"))
+    return GgufHead(tensors, parts, next(types, scaling))
