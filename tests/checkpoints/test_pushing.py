@@ -120,3 +120,22 @@ def test_a_link_is_pushed_under_its_own_name(uploaded, tmp_path):
     assert (uploaded / "model.safetensors").is_file() and not (uploaded / "mine.txt").exists()
     make_model().save_pretrained(tmp_path / "reader", push_to_hub=True, repo_id="somebody/other")
     assert Api.created == ["reader", "somebody/other"]
+
+
+def test_an_upload_that_fails(uploaded, tmp_path, monkeypatch):
+    """A save that is lost with its upload; a repository that is made for a call which is refused."""
+    model = make_model()
+    with pytest.raises(TypeError, match="commit_mesage"):
+        model.push_to_hub("somebody/whole", commit_mesage="Whole")
+    assert Api.created == []
+
+    def broken(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(Api, "create_commit", broken)
+    saved = tmp_path / "saved"
+    for push in (lambda: model.push_to_hub("somebody/whole"), lambda: model.save_pretrained(saved, push_to_hub=True)):
+        with pytest.raises(ConnectionError, match="no route"):
+            push()
+    assert Api.created == ["somebody/whole", "saved"]
+    assert torch.equal(logits_of(AutoModelForImageTextToText.from_pretrained(saved)), logits_of(model))
