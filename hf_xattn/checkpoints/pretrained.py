@@ -28,7 +28,6 @@ from ..utils.custom_code import trusting
 from ..utils.first_values import NotesWhatIsMissing, check_class, check_complete
 from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.stub import NamesItsStub
-from ..utils.tensor_checks import check_flags
 from ..utils.transformers_api import has, needs
 from .folders import (
     check_adapter_folder,
@@ -210,7 +209,6 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                 base that is gone or of another shape. With a loaded text model, for a folder that changes its weights.
         """
         _refuse_splitting_of_old(kwargs)
-        check_flags(allow_missing_weights=allow_missing_weights)
         refuse_pickles(kwargs)
         with trusting(pretrained_model_name_or_path, kwargs):
             if isinstance(config, XAttnConfig):

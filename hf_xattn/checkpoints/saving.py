@@ -22,7 +22,6 @@ from ..utils.distributed import gathered_weights, is_distributed, is_sharded_by_
 from ..utils.keywords import refuse_unknown, suggestion
 from ..utils.quantized_weights import first_quantized
 from ..utils.stub import PACKAGE, own_code, write_stub
-from ..utils.tensor_checks import check_flags
 from ..utils.transformers_api import is_blank_card
 from ..utils.whole_folder import WholeFolder
 from .folders import MANIFEST, check_adapter_target, check_target, weight_files_of
@@ -92,7 +91,6 @@ class XAttnSavingMixin(Model):
                 instead; for a model with layers of a `PeftModel`, with a part of the caller's own class, or with
                 settings changed since it was built; and with `adapter_only` for a base without a name or a checkpoint.
         """
-        check_flags(adapter_only=adapter_only, with_code=with_code)
         for name in kwargs:  # transformers takes any name
             if meant := suggestion(name, ["with_code", "adapter_only"], cutoff=0.8):
                 raise TypeError(f"save_pretrained() got an unexpected keyword argument `{name}`.{meant}")
@@ -128,7 +126,6 @@ class XAttnSavingMixin(Model):
 
         Raises an error as that one, and a `ValueError` for a base that is a folder, which others cannot load.
         """
-        check_flags(adapter_only=adapter_only, with_code=with_code)
         refuse_unknown(self.push_to_hub, kwargs, PUSH_KEYWORDS)
         if not self._saves_peft_adapter():
             refuse_own_parts(self)

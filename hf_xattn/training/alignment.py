@@ -26,9 +26,8 @@ from torch import nn
 
 from ..processing_xattn import XAttnProcessor
 from ..utils.architectures import text_num_hidden_layers
-from ..utils.config_checks import check_count, check_number, check_positive_int
 from ..utils.quantized_weights import check_trainable
-from ..utils.tensor_checks import check_flags, type_name
+from ..utils.tensor_checks import type_name
 from .alignment_features import Pictures, solved_layer
 from .alignment_rows import CannotAlign, Texts
 from .block_start import check_fresh, start_blocks
@@ -95,9 +94,8 @@ def align_connector(
             or without words that differ among pictures. The model is not changed then.
     """
     body: Any = body_of(model)
-    check_flags(blocks=blocks)
     try:
-        _check(body, processor, rows, noise, batch_size, seed)
+        _check(body, processor, rows)
     except ValueError as error:
         raise CannotAlign(str(error)) from error
     with _evaluating(body), torch.no_grad():
@@ -172,16 +170,11 @@ class _Pass:
         return weights / size.sqrt(), explained
 
 
-def _check(body: Any, processor: Any, rows: Any, noise: Any, batch_size: Any, seed: Any) -> None:
+def _check(body: Any, processor: Any, rows: Any) -> None:
     if not isinstance(processor, XAttnProcessor):
         raise TypeError(f"Expected `processor` to be an XAttnProcessor, got {type_name(processor)}.")
     if isinstance(rows, (str, bytes, Path, dict)) or not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")):
         raise TypeError(f"Expected `rows` to be a sequence of rows, such as `load_rows` gives, got {type_name(rows)}.")
-    check_number("noise", noise)
-    if noise < 0:
-        raise ValueError(f"`noise` must not be negative, got {noise!r}.")
-    check_positive_int("batch_size", batch_size)
-    check_count("seed", seed)
     tower_of(body)
     config = body.config
     if config.connector_type not in SOLVED:

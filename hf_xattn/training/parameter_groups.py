@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,6 @@ from ..decoders.insertion import PARTS
 from ..learning.activation_wrappers import WRAPPED, unwrapped
 from ..learning.lost_updates import HALF, warn_of_lost_updates
 from ..learning.sharding import names_of_units
-from ..utils.config_checks import check_positive_number
 from ..utils.quantized_weights import is_quantized
 from .freezing import body_of, part_weights
 
@@ -49,11 +47,10 @@ def parameter_groups(
 
     Raises:
         TypeError: for a model without blocks, or a rate that is no number.
-        ValueError: for a negative or infinite rate or share, an unknown part, a part that trains without a learning
+        ValueError: for an unknown part, a part that trains without a learning
             rate, a weight that trains in no part (the prompts of PEFT's prompt tuning), or if nothing trains.
     """
     rates, decays = _by_part("learning_rate", learning_rate), _by_part("weight_decay", weight_decay)
-    check_positive_number("started_rate", started_rate)
     groups: dict[tuple[str, bool, bool], list[nn.Parameter]] = {
         (part, decay, slow): [] for part in PARTS for decay in (True, False) for slow in (False, True)
     }
@@ -104,11 +101,6 @@ def _by_part(argument: str, given: Any) -> dict[str, float]:
     unknown = [part for part in rates if part not in PARTS]
     if unknown:
         raise ValueError(f"`{argument}`: expected parts of {list(PARTS)}, got {given!r} with {unknown}.")
-    for rate in rates.values():
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)):
-            raise TypeError(f"`{argument}` must be a number, or a dict with a number for each part, got {given!r}.")
-        if not (math.isfinite(rate) and rate >= 0):
-            raise ValueError(f"`{argument}` must be finite and at least 0, got {given!r}.")
     return rates
 
 

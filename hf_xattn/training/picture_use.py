@@ -16,7 +16,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.utils import logging
 
 from ..decoders.loss import IGNORED
-from ..utils.config_checks import check_positive_int
 from ..utils.tensor_checks import type_name
 from .freezing import body_of
 
@@ -176,10 +175,10 @@ class PictureUseCallback(TrainerCallback):
             raise TypeError(f"Expected `rows` to be a sequence of rows, got {type_name(rows)}.")
         if not callable(collate):
             raise TypeError(f"Expected `collate` to make a batch of rows, got {type_name(collate)}.")
-        check_positive_int("batch_size", batch_size)
-        check_positive_int("most_rows", most_rows)
         if batch_size < 2:
-            raise ValueError("Expected `batch_size` of at least 2, as a row gets the picture of another one, got 1.")
+            raise ValueError(
+                f"Expected `batch_size` of at least 2, because a row gets the picture of another one, got {batch_size}."
+            )
         self.rows, self.collate, self.batch_size, self.most_rows = rows, collate, batch_size, most_rows
         self.last: PictureUse | None = None
         self._measured_at = -1

@@ -209,27 +209,6 @@ def share(value: float) -> None:
         raise ValueError(f"Expected a number from 0 to below 1, got {value}.")
 
 
-def check_positive_int(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"`{field}` must be a positive integer, got {value!r}.")
-
-
-def check_count(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"`{field}` must be an integer of at least 0, got {value!r}.")
-
-
-def check_number(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"`{field}` must be a finite number, got {value!r}.")
-
-
-def check_positive_number(field: str, value: Any) -> None:
-    check_number(field, value)
-    if value <= 0:
-        raise ValueError(f"`{field}` must be positive, got {value!r}.")
-
-
 def check_activation(field: str, value: Any) -> None:
     if not isinstance(value, str) or value not in ACT2FN:
         raise ValueError(f"`{field}` must be an activation of transformers (one of {sorted(ACT2FN)}), got {value!r}.")
@@ -317,7 +296,8 @@ def check_parts(name: str, value: Any, parts: dict[str, Any]) -> None:
 
 def every_nth_layer(every: int, num_layers: int) -> list[int]:
     """Returns the layers `every - 1`, `2 * every - 1`, ... If the decoder has fewer layers, returns the last layer."""
-    check_positive_int("every", every)
+    if every < 1:
+        raise ValueError(f"Expected `every` of at least 1, got {every}.")
     step = min(every, num_layers)
     return list(range(step - 1, num_layers, step))
 

@@ -38,13 +38,6 @@ def type_name(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def check_flags(**flags: Any) -> None:
-    """Raises a `TypeError` for an argument that is not `True` or `False`."""
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"Expected `{name}` to be a bool, got {type_name(flag)}.")
-
-
 def check_bool(name: str, tensor: torch.Tensor) -> None:
     """Raises a `TypeError` where a mask is not boolean."""
     if tensor.dtype != torch.bool:

@@ -389,13 +389,6 @@ def test_uploads_hold_the_stub(tmp_path):
     assert "xattn_stub.py" not in model.config._get_files_timestamps(tmp_path)
 
 
-def test_with_code_is_checked(tmp_path):
-    """A folder saved otherwise than asked."""
-    with pytest.raises(TypeError, match="`with_code` to be a bool, got str"):
-        make_model().save_pretrained(tmp_path, with_code="no")
-    assert not list(tmp_path.iterdir())
-
-
 def test_transformers_serve(chat_folder, tmp_path):
     """Transformers' own server, which knows classes of transformers only."""
     pytest.importorskip("fastapi")
