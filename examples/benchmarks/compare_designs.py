@@ -72,7 +72,7 @@ class Course:
     """
 
     def __init__(self, rows: Any, size: int, seed: int, started_rate: float = 1.0, workers: int = 0):
-        self.order, self.size = Shuffled(rows, sys.maxsize, seed, size, 1), size
+        self.order, self.size = Shuffled(rows, sys.maxsize, seed), size
         self.started_rate, self.workers = started_rate, workers
 
     def batches(self, design: Design, number: int) -> Iterable[dict[str, Any]]:

@@ -81,7 +81,7 @@ def pictures_a_second(folder: Path, size: int, workers: int) -> dict[str, float]
     alone = in_processes(decode, files, workers)
     prepared = in_processes(functools.partial(prepare, processor.image_processor), files, workers)
     collate = hf_xattn.XAttnDataCollator(processor, train_on="all")
-    places = Places(Shuffled(rows, len(rows), batch_size=BATCH))
+    places = Places(Shuffled(rows, len(rows)))
     loader = DataLoader(places, BATCH, num_workers=workers, collate_fn=RowReader(collate, collate, None))
     batches = iter(loader)
     next(batches)  # the workers have started
@@ -124,7 +124,7 @@ def seconds_to_first_batch(folder: Path, count: int) -> float:
             file.write(json.dumps(row) + "\n")
     start = time.perf_counter()
     rows = hf_xattn.load_rows(path)
-    order = Shuffled(rows, count, batch_size=BATCH)
+    order = Shuffled(rows, count)
     assert all(order[place] for place in range(BATCH))
     return time.perf_counter() - start
 

@@ -16,7 +16,8 @@ EPILOG = """SOURCE is one of these; examples/data/README.md has examples:
   .json, .jsonl     an array of examples, or one a line
   .parquet          a row an example, with the bytes of pictures or names of files
   .tar              shards of WebDataset, also as shards-{000..127}.tar; not compressed
-  OWNER/NAME        a data set on the Hub; OWNER/NAME@CONFIG#SPLIT where it has several (pip install "datasets>=4")
+  OWNER/NAME        a data set on the Hub; OWNER/NAME@CONFIG#SPLIT where it has several
+all but lines need `pip install "datasets>=4"`, which keeps what is converted once
 each example is a JSON object, or a row, with one of these sets of fields:
   file_name, text               a picture and its caption; --prompt is the question
   file_name, caption            the same

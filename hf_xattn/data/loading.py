@@ -5,61 +5,39 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-import os
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .forms import CAPTION_PROMPT, is_caption, row_of
-from .sources import Source, open_source
-from .units import OpenUnit, Unit
-
-
-# Units that are held open in a process, and their bytes in memory. One unit is for the source that `Shuffled` spreads.
-OPEN_UNITS, OPEN_BYTES = 33, 2**27
-
-
-class Block(NamedTuple):
-    """A unit with the source and the file that it is of."""
-
-    source: int
-    file: int
-    unit: Unit
+from .sources import DataFile, Source, open_source
 
 
 class Rows(Sequence[dict[str, Any]]):
     """Rows to train on or to ask about, for `XAttnDataCollator` and `Trainer`. Made by [`load_rows`].
 
-    `rows[i]` reads row `i`, and holds the last few units of the files that it read from. Pictures are paths, or the
-    bytes of their files. Raises a `ValueError` that names the source, the file and the row for one that is broken.
+    `rows[i]` reads row `i`, and holds nothing. Pictures are paths, or the bytes of their files. Raises a `ValueError`
+    that names the source, the file and the row for one that is broken.
     """
 
-    def __init__(self, sources: Sequence[Source], prompt: str, left: Mapping[int, np.ndarray] | None = None):
+    def __init__(self, sources: Sequence[Source], prompt: str, chosen: np.ndarray | None = None):
         self.sources = list(sources)
         self.prompt = prompt
-        self.blocks = [
-            Block(number, index, unit)
-            for number, source in enumerate(self.sources)
-            for index, file in enumerate(source.files)
-            for unit in file.units
-        ]
-        self._left = dict(left or {})  # the places that are left of a block, if not all
-        self._ends = list(itertools.accumulate(self.rows_of(number) for number in range(len(self.blocks))))
-        self._open: OrderedDict[int, OpenUnit] = OrderedDict()
-        self._process = os.getpid()
+        self._files = [(source, number, file) for source in self.sources for number, file in enumerate(source.files)]
+        self._ends = list(itertools.accumulate(len(file) for *_, file in self._files))
+        self._chosen = chosen  # the rows of the sources that are left, if not all
 
-    def first_of(self, block: int) -> int:
-        """The index of the first row of a block."""
-        return self._ends[block] - self.rows_of(block)
-
-    def rows_of(self, block: int) -> int:
-        return len(self._left[block]) if block in self._left else self.blocks[block].unit.rows
+    def sizes(self) -> list[int]:
+        """The number of rows of each source."""
+        ends = list(itertools.accumulate(source.rows for source in self.sources))
+        if self._chosen is not None:
+            ends = np.searchsorted(self._chosen, ends).tolist()
+        return [end - start for start, end in zip([0, *ends], ends)]
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._ends[-1] if self._chosen is None else len(self._chosen)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -72,9 +50,6 @@ class Rows(Sequence[dict[str, Any]]):
     def __repr__(self) -> str:
         return f"Rows({len(self):,} of {', '.join(source.name for source in self.sources)})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}
-
     def read(self, index: int) -> dict[str, Any]:
         """Row `index`; an error of it does not say where the row is."""
         try:
@@ -84,8 +59,8 @@ class Rows(Sequence[dict[str, Any]]):
 
     def example(self, index: int) -> Mapping[str, Any]:
         """What the file holds for a row, before it becomes one."""
-        block, place = self._place(index)
-        return self._opened(block).example(place)
+        _, _, file, place = self._place(index)
+        return file.example(place)
 
     def where(self, index: int) -> str:
         """Names a row for errors: its file, and its place there."""
@@ -94,21 +69,16 @@ class Rows(Sequence[dict[str, Any]]):
 
     def place_of(self, index: int) -> tuple[str, str]:
         """The file of a row, and its name there."""
-        block, place = self._place(index)
-        number, file, unit = self.blocks[block]
-        try:
-            name = self._opened(block).name(place)
-        except ValueError:  # the unit is broken
-            name = f"row {unit.first + place}"
-        return self.sources[number].files[file].path, name
+        _, _, file, place = self._place(index)
+        return file.path, file.name(place)
 
     def folder_of(self, index: int) -> Path:
         """Where names of pictures begin, for a row."""
-        block = self.blocks[self._place(index)[0]]
-        return self.sources[block.source].folder_of(block.file)
+        source, number, _, _ = self._place(index)
+        return source.folder_of(number)
 
     def source_of(self, index: int) -> str:
-        return self.sources[self.blocks[self._place(index)[0]].source].name
+        return self._place(index)[0].name
 
     def is_caption(self, index: int) -> bool:
         """Whether `prompt` is the question of a row. False for one that is broken."""
@@ -128,17 +98,15 @@ class Rows(Sequence[dict[str, Any]]):
     def split(self, chosen: Sequence[int]) -> tuple[Rows, Rows]:
         """The rows without the chosen ones, and the chosen ones."""
         indices = np.unique(np.asarray(chosen, dtype=np.int64))
-        bounds = np.searchsorted(indices, [0, *self._ends])
-        kept, taken = {}, {}
-        for number in range(len(self.blocks)):
-            own = indices[bounds[number] : bounds[number + 1]] - self.first_of(number)
-            places = self._left.get(number, np.arange(self.blocks[number].unit.rows))
-            kept[number], taken[number] = np.delete(places, own), places[own]
-        return Rows(self.sources, self.prompt, kept), Rows(self.sources, self.prompt, taken)
+        rows = np.arange(len(self)) if self._chosen is None else self._chosen
+        return Rows(self.sources, self.prompt, np.delete(rows, indices)), Rows(self.sources, self.prompt, rows[indices])
 
     def with_source(self, source: Source) -> Rows:
         """The same rows, and behind them those of one more source."""
-        return Rows([*self.sources, source], self.prompt, self._left)
+        chosen, total = self._chosen, self._ends[-1]
+        if chosen is not None:
+            chosen = np.concatenate([chosen, np.arange(total, total + source.rows)])
+        return Rows([*self.sources, source], self.prompt, chosen)
 
     def as_dataset(self) -> Any:
         """The same rows as a `datasets.Dataset`, which TRL's trainers ask for. A row is read when it is asked for."""
@@ -150,27 +118,15 @@ class Rows(Sequence[dict[str, Any]]):
 
         return Dataset.from_dict({"index": np.arange(len(self))}).with_transform(read)
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _place(self, index: int) -> tuple[Source, int, DataFile, int]:
+        """The source of a row, the file and its number there, and the place of the row in the file."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"Expected an index below {len(self)}, got {index}.")
         index %= len(self)
-        block = bisect.bisect_right(self._ends, index)
-        place = index - self.first_of(block)
-        return block, int(self._left[block][place]) if block in self._left else place
-
-    def _opened(self, number: int) -> OpenUnit:
-        """The unit of a block. The units used last stay open, in each process its own."""
-        if self._process != os.getpid():
-            self._process, self._open = os.getpid(), OrderedDict()
-        if number not in self._open:
-            source, file, unit = self.blocks[number]
-            found = self.sources[source].files[file]
-            self._open[number] = found.open(found.path, unit)
-            held = sum(self.blocks[each].unit.nbytes for each in self._open)
-            while len(self._open) > 1 and (len(self._open) > OPEN_UNITS or held > OPEN_BYTES):
-                held -= self.blocks[self._open.popitem(last=False)[0]].unit.nbytes
-        self._open.move_to_end(number)
-        return self._open[number]
+        row = index if self._chosen is None else int(self._chosen[index])
+        at = bisect.bisect_right(self._ends, row)
+        source, number, file = self._files[at]
+        return source, number, file, row - self._ends[at] + len(file)
 
 
 def load_rows(

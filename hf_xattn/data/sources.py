@@ -7,19 +7,19 @@ import glob
 import math
 import os
 import re
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..utils.checkpoint_files import check_path
-from .json_files import index_json
-from .tables import index_parquet, table_of
-from .tar_shards import index_tar
-from .units import DataFile
+from .json_files import json_files
+from .tables import library, parquet_files, saved_table
+from .tar_shards import tar_files
 
 
 METADATA = "metadata.jsonl"
-INDEXES = {".json": index_json, ".jsonl": index_json, ".parquet": index_parquet, ".tar": index_tar}
+READERS = {".json": json_files, ".jsonl": json_files, ".parquet": parquet_files, ".tar": tar_files}
 SOURCES = "a folder, a .json, .jsonl, .parquet or .tar file, or a data set on the Hub"
 WEIGHT = re.compile(r"(.+):(\d+(?:\.\d+)?)")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -32,6 +32,21 @@ MOST_NAMED = 6
 SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")  # what `save_to_disk` of `datasets` writes
 
 
+class DataFile(Protocol):
+    """The rows of a file, of which any is read at once."""
+
+    path: str  # for errors
+    digest: str  # changes if the file changes, as far as its index tells
+
+    def __len__(self) -> int: ...
+
+    def example(self, place: int) -> Mapping[str, Any]:
+        """What the file holds for a row. Raises a `ValueError` for a row that is broken."""
+
+    def name(self, place: int) -> str:
+        """What errors call the row: "line 12", "row 3", "sample 000012"."""
+
+
 class Source(NamedTuple):
     """One source: its files, and how often its rows are read."""
 
@@ -42,7 +57,7 @@ class Source(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return sum(unit.rows for file in self.files for unit in file.units)
+        return sum(map(len, self.files))
 
     def folder_of(self, file: int) -> Path:
         """Where names of pictures in a file begin."""
@@ -82,13 +97,13 @@ def _files_of(name: str) -> tuple[list[DataFile], Path | None]:
     """The files of a source, and the folder where names of pictures begin; None: that of each file."""
     if os.path.isdir(name):
         metadata = _metadata_of(name)
-        return [index_json(metadata)] if metadata else _data_set(name), Path(name)
+        return json_files([metadata]) if metadata else _data_set(name), Path(name)
     paths = _expanded(name)
     if paths:
         kinds = {os.path.splitext(path)[1] for path in paths}
-        if len(kinds) != 1 or not kinds <= INDEXES.keys():
+        if len(kinds) != 1 or not kinds <= READERS.keys():
             raise ValueError(f"Expected `source` to be {SOURCES}, got {name}, of the kind {sorted(kinds)}.")
-        return [INDEXES[kinds.copy().pop()](path) for path in paths], None
+        return READERS[kinds.pop()](paths), None
     found = PARTS.fullmatch(name)
     if found and (os.path.isdir(found[1]) or HUB_ID.fullmatch(found[1])):
         if (found[2] or found[3]) or not os.path.exists(os.path.dirname(name)):
@@ -163,29 +178,28 @@ def _choices(piece: str) -> list[str]:
     return [f"{number:0{len(found[1])}}" for number in range(int(found[1]), int(found[2]) + 1)]
 
 
-def _data_set(path: str, config: str | None = None, split: str | None = None) -> list[DataFile]:
+def _data_set(path: str, config: str | None = None, split: str | None = None) -> list[Any]:
     """The files of a data set that `datasets` knows: saved by it, a folder laid out as on the Hub, or a Hub id."""
-    datasets = _library()
+    datasets = library()
     if os.path.isdir(path) and any(os.path.isfile(os.path.join(path, name)) for name in SAVED):
         if config is not None:
             raise ValueError(f"Expected a saved data set without a configuration, got {path}@{config}.")
         saved = datasets.load_from_disk(path)
-        return [table_of(_split_of(saved, path, split) if isinstance(saved, dict) else saved, path)]
+        return [saved_table(_split_of(saved, path, split) if isinstance(saved, dict) else saved, path)]
     try:
         builder = datasets.load_dataset_builder(path, config)
     except Exception as error:  # of many kinds, also of the network
         raise ValueError(f"Expected `source` to be {SOURCES}, got {path}: {error}") from error
     files = builder.config.data_files or {}
     kind = type(builder).__module__.rpartition(".")[2]
-    if kind == "parquet":
-        return [index_parquet(_local(file)) for file in _split_of(files, path, split)]
-    if kind in ("json", "webdataset"):
-        manager, names = datasets.DownloadManager(), list(_split_of(files, path, split))
+    if kind in ("parquet", "json", "webdataset"):
+        manager, names = datasets.DownloadManager(), [_local(file) for file in _split_of(files, path, split)]
         if kind == "json":
-            return [index_json(each) for each in manager.download_and_extract(names)]  # `.jsonl.gz` too
-        return [index_tar(each) for each in manager.download(names)]
+            return json_files(manager.download_and_extract(names))  # `.jsonl.gz` too
+        paths = manager.download(names)
+        return tar_files(paths) if kind == "webdataset" else parquet_files(paths, names)
     builder.download_and_prepare()
-    return [table_of(_split_of(builder.as_dataset(), path, split), path)]
+    return [saved_table(_split_of(builder.as_dataset(), path, split), path)]
 
 
 def _local(path: str) -> str:
@@ -199,11 +213,3 @@ def _split_of(splits: Any, path: str, split: str | None) -> Any:
     if chosen not in names:
         raise ValueError(f"Expected a split of {path} behind `#`, one of {names}, got {chosen!r}.")
     return splits[chosen]
-
-
-def _library() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError('Reading this source needs `datasets`: `pip install "datasets>=4"`.') from error
-    return datasets

@@ -1,161 +1,175 @@
-"""Parquet files, whose unit is a row group, and tables of `datasets`, whose unit is a range of rows.
+"""Tables of `datasets`, which lie in files and are mapped into memory: any row is read at once, and none is held.
 
-Both need the libraries of the extra `data`. Pictures stay as they are stored: nothing is decoded here.
+Saved data sets are such tables. Parquet files are converted once, by `datasets`, and what the package itself finds in
+other files is kept as a table too. Pictures stay as they are stored: nothing is decoded here.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import hashlib
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .json_files import read_json
-from .units import ROWS_OF_A_UNIT, DataFile, Unit
+import numpy as np
 
 
-OPEN_FILES = 64
+FORM = 1  # of what the package keeps: another one is found anew
 
 
-class UnreachableError(OSError):
-    """A file that is somewhere else could not be read: an error of the network, and none of the file or its rows."""
+class Table:
+    """The rows of a file in a table of `datasets`.
+
+    Args:
+        path (`str`): the file, for errors.
+        table (`datasets.Dataset`): may hold the rows of other files too.
+        rows (`range`): those of the file.
+        digest (`str`): changes if the file changes.
+    """
+
+    def __init__(self, path: str, table: Any, rows: range, digest: str):
+        self.path, self.table, self.rows, self.digest = path, table, rows, digest
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def example(self, place: int) -> Mapping[str, Any]:
+        """What the file holds for a row."""
+        return self.table[self.rows[place]]
+
+    def name(self, place: int) -> str:
+        return f"row {place}"
 
 
-class _Remote:
-    """A file somewhere else. `pyarrow` raises an `OSError` for broken contents, so errors of the way get their own."""
-
-    def __init__(self, path: str):
-        import fsspec
-
-        self._path = path
-        self._file = self._tried(fsspec.open(path, "rb").open)
-
-    def read(self, *size: int) -> bytes:
-        return self._tried(self._file.read, *size)
-
-    def _tried(self, function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception as error:  # each kind of address has errors of its own
-            why = str(error) or type(error).__name__
-            raise UnreachableError(f"{self._path} cannot be reached: {why}") from error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+def saved_table(dataset: Any, path: str) -> Table:
+    """A table of `datasets` that lies in files (`datasets.Dataset`)."""
+    files = [(os.path.basename(each["filename"]), os.path.getsize(each["filename"])) for each in dataset.cache_files]
+    digest = hashlib.sha256(f"{dataset.features} {len(dataset)} {files}".encode()).hexdigest()
+    return Table(path, _undecoded(dataset), range(len(dataset)), digest)
 
 
-def index_parquet(path: str) -> DataFile:
-    """Reads the footer of a file. `path` may be any address of `fsspec`, such as one on the Hub.
+def parquet_files(paths: list[str], names: list[str] | None = None) -> list[Table]:
+    """The rows of Parquet files, which `datasets` converts where it has not yet. `names` are those for errors.
 
     Raises:
-        ValueError: for a file that is no Parquet file, or is cut off.
-        UnreachableError: for an address that does not answer. It is no error of a row, so reading rows raises it too.
+        ValueError: for a file that is no Parquet file, or is cut off or broken.
     """
-    metadata = _parquet_file(path).metadata
-    units, first = [], 0
-    for group in range(metadata.num_row_groups):
-        about = metadata.row_group(group)
-        if about.num_rows:
-            units.append(Unit(about.num_rows, first, group, group + 1, about.total_byte_size))
-        first += about.num_rows
-    facts = f"{metadata.schema.to_arrow_schema()} {[(unit.rows, unit.nbytes) for unit in units]}"
-    return DataFile(path, units, hashlib.sha256(facts.encode()).hexdigest(), _OpenRowGroup)
+    datasets = library()
+    import pyarrow.parquet
 
-
-def _parquet_file(path: str) -> Any:
-    return _opened(path, os.getpid())
-
-
-@functools.lru_cache(OPEN_FILES)
-def _opened(path: str, process: int) -> Any:
-    """A file with its footer, which takes as long to read as many row groups. Each process has its own."""
-    try:
-        import pyarrow.parquet
-        from pyarrow import ArrowException
-    except ImportError as error:
-        raise ImportError('Reading Parquet needs pyarrow: `pip install "datasets>=4"`.') from error
-    try:
-        if "://" not in path:
-            return pyarrow.parquet.ParquetFile(path, memory_map=True)
-        return pyarrow.parquet.ParquetFile(_Remote(path))
-    except UnreachableError:
-        raise
-    except (ArrowException, OSError) as error:
-        raise ValueError(f"Expected a Parquet file, got {path}, which cannot be read: {error}") from error
-
-
-class _OpenRowGroup:
-    def __init__(self, path: str, unit: Unit):
-        from pyarrow import ArrowException
-
-        self._first = unit.first
+    names = names or paths
+    footers = []
+    for path, name in zip(paths, names):
         try:
-            self._table = _parquet_file(path).read_row_group(unit.start)
-        except UnreachableError:
-            raise
-        except (ArrowException, OSError) as error:
-            raise ValueError(f"row group {unit.start} cannot be read: {error}") from error
-        self._json = _json_columns(_features_of(self._table.schema))
-
-    def example(self, place: int) -> Mapping[str, Any]:
-        return _without_json(self._table.slice(place, 1).to_pylist()[0], self._json)
-
-    def name(self, place: int) -> str:
-        return f"row {self._first + place}"
-
-
-def table_of(dataset: Any, path: str) -> DataFile:
-    """A table of `datasets` that lies in files (`datasets.Dataset`)."""
-    rows = len(dataset)
-    units = [
-        Unit(min(ROWS_OF_A_UNIT, rows - first), first, first, min(first + ROWS_OF_A_UNIT, rows))
-        for first in range(0, rows, ROWS_OF_A_UNIT)
-    ]
-    files = [(os.path.basename(each["filename"]), os.path.getsize(each["filename"])) for each in dataset.cache_files]
-    digest = hashlib.sha256(f"{dataset.features} {rows} {files}".encode()).hexdigest()
-    return DataFile(path, units, digest, functools.partial(_OpenRange, dataset.with_format("arrow")))
-
-
-class _OpenRange:
-    def __init__(self, dataset: Any, path: str, unit: Unit):
-        self._dataset, self._first, self._json = dataset, unit.first, _json_columns(dataset.features)
-
-    def example(self, place: int) -> Mapping[str, Any]:
-        row = self._first + place
-        return _without_json(self._dataset[row : row + 1].to_pylist()[0], self._json)
-
-    def name(self, place: int) -> str:
-        return f"row {self._first + place}"
-
-
-def _features_of(schema: Any) -> Mapping[str, Any]:
-    """The features that `datasets` gives a table. Only those of type `Json` matter: without one there are none."""
-    if "json" not in f"{schema} {schema.metadata}".lower():
-        return {}
+            footers.append(pyarrow.parquet.read_metadata(path))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"Expected a Parquet file, got {name}, which cannot be read: {error}") from error
+    if not any(footer.num_rows for footer in footers):
+        return []
+    features = _features_of(datasets, footers[0].schema.to_arrow_schema())
     try:
-        from datasets import Features
+        table = datasets.load_dataset("parquet", data_files=paths, split="train", features=features)
+    except Exception as error:
+        found = _broken_part(paths, names) or f"Expected Parquet files with the same columns, got {', '.join(names)}"
+        raise ValueError(f"{found}: {error.__cause__ or error}") from error
+    tables, table, start = [], _undecoded(table), 0
+    for name, footer in zip(names, footers):
+        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+        facts = f"{footer.schema.to_arrow_schema()} {[(each.num_rows, each.total_byte_size) for each in groups]}"
+        rows = range(start, start + footer.num_rows)
+        tables.append(Table(name, table, rows, hashlib.sha256(facts.encode()).hexdigest()))
+        start = rows.stop
+    return tables
+
+
+def converted(kind: type[Table], find: Callable[[str], Iterator[str]], paths: list[str]) -> list[Any]:
+    """Tables of the class `kind`, one a file, with a column `text` of what `find` yields for each row of a file.
+
+    `datasets` keeps them in its cache until a file changes. Of several processes the first one finds, the others wait.
+    """
+    datasets = library()
+    states = tuple((os.stat(path).st_size, os.stat(path).st_mtime_ns, FORM) for path in paths)
+    features = datasets.Features({"file": datasets.Value("int32"), "text": datasets.Value("large_string")})
+    # Of lists, `datasets` would give one part after another to the generator.
+    given = {"find": find, "paths": tuple(map(os.path.abspath, paths)), "states": states}
+    try:
+        table = datasets.Dataset.from_generator(_found, features, gen_kwargs=given)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise error.__cause__ or error from None
+    digest = hashlib.sha256()
+    for batch in table.data.to_batches():
+        digest.update(batch.serialize())
+    ends = np.cumsum(np.bincount(table.data.column("file").to_numpy(), minlength=len(paths))).tolist()
+    return [
+        kind(path, table, range(start, end), digest.hexdigest()) for path, start, end in zip(paths, [0, *ends], ends)
+    ]
+
+
+def _found(find: Any, paths: tuple[str, ...], states: Any) -> Iterator[dict[str, Any]]:
+    for number, path in enumerate(paths):
+        for text in find(path):
+            yield {"file": number, "text": text}
+    yield {"file": len(paths), "text": ""}  # of no file: `datasets` refuses a table without rows
+
+
+def library() -> Any:
+    """The package `datasets`."""
+    try:
+        import datasets
     except ImportError as error:
-        raise ImportError(
-            'Reading columns of the type `Json` needs `datasets`: `pip install "datasets>=4"`.'
-        ) from error
-    # `from_arrow_schema` drops what the file says of itself if a program has written JSON as plain texts.
-    told = read_json((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features")
-    return Features.from_dict(told) if told else Features.from_arrow_schema(schema)
+        raise ImportError('Reading this source needs `datasets`: `pip install "datasets>=4"`.') from error
+    return datasets
 
 
-def _json_columns(features: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that hold the type `Json`, which `datasets` gives messages that mix texts and lists of parts."""
-    return {name: feature for name, feature in features.items() if "Json(" in repr(feature)}
+def _features_of(datasets: Any, schema: Any) -> Any:
+    """The features of a Parquet file, with columns of the type `Json` that another program has kept as texts. None if
+    there are none: `datasets` finds out by itself.
+    """
+    stated = (schema.metadata or {}).get(b"huggingface", b"")
+    if b'"Json"' not in stated:
+        return None
+    features = datasets.Features.from_arrow_schema(schema)
+    for name, feature in datasets.Features.from_dict(json.loads(stated)["info"]["features"]).items():
+        if name in features and "Json(" in repr(feature):
+            features[name] = feature
+    return features
 
 
-def _without_json(value: Any, feature: Any) -> Any:
-    """A value in which JSON texts, where its feature says that they are some, are what they say."""
-    if type(feature).__name__ == "Json":
-        return read_json(value) if isinstance(value, (str, bytes)) else value
-    if isinstance(feature, Mapping) and isinstance(value, Mapping):
-        return {name: _without_json(each, feature.get(name)) for name, each in value.items()}
-    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-    if inner is not None and isinstance(value, list):
-        return [_without_json(each, inner) for each in value]
-    return value
+def _undecoded(dataset: Any) -> Any:
+    for name, feature in dataset.features.items():
+        if (plain := _plain(feature)) != feature:
+            dataset = dataset.cast_column(name, plain)
+    return dataset.with_format(None)
+
+
+def _plain(feature: Any) -> Any:
+    """A feature whose pictures and sounds stay the bytes or the names of their files."""
+    if isinstance(feature, Mapping):
+        return {name: _plain(each) for name, each in feature.items()}
+    if isinstance(feature, list):
+        return [_plain(each) for each in feature]
+    if hasattr(feature, "feature"):
+        return dataclasses.replace(feature, feature=_plain(feature.feature))
+    return dataclasses.replace(feature, decode=False) if _is_file(feature) else feature
+
+
+def _is_file(feature: Any) -> bool:
+    return type(feature).__name__ in ("Image", "Audio", "Video", "Pdf", "Nifti")
+
+
+def _broken_part(paths: list[str], names: list[str]) -> str | None:
+    """Names the row group that cannot be read."""
+    import pyarrow.parquet
+
+    for path, name in zip(paths, names):
+        file, first = pyarrow.parquet.ParquetFile(path), 0
+        for number in range(file.num_row_groups):
+            last = first + file.metadata.row_group(number).num_rows - 1
+            try:
+                file.read_row_group(number)
+            except (pyarrow.ArrowException, OSError):
+                return f"{name}, row {first} to row {last} (row group {number}) cannot be read"
+            first = last + 1
+    return None

@@ -8,7 +8,6 @@ blocks would not learn how the text model continues its own answers.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import time
@@ -21,7 +20,6 @@ from accelerate.utils import broadcast_object_list
 from tqdm.auto import tqdm
 
 from ..data.sources import Source
-from ..data.units import DataFile, Unit
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
 from ..utils.whole_folder import replace_file
@@ -85,9 +83,7 @@ def text_rows(
 
 def source_of(rows: Sequence[TextRow], folder: Path, weight: float) -> Source:
     """A source of rows that are held in memory; errors name the file of the run."""
-    unit = Unit(len(rows), 1, 0, len(rows))
-    file = DataFile(str(folder / KEPT_TEXT_FILE), [unit], digest_of_rows(rows), functools.partial(_Held, rows))
-    return Source(KEPT_TEXT_FILE, [file], None, weight)
+    return Source(KEPT_TEXT_FILE, [_Held(rows, str(folder / KEPT_TEXT_FILE))], None, weight)
 
 
 def digest_of_rows(rows: Sequence[TextRow]) -> str:
@@ -95,10 +91,13 @@ def digest_of_rows(rows: Sequence[TextRow]) -> str:
 
 
 class _Held:
-    """An open unit of rows in memory."""
+    """A file whose rows are in memory."""
 
-    def __init__(self, rows: Sequence[TextRow], path: str, unit: Unit):
-        self._rows = rows
+    def __init__(self, rows: Sequence[TextRow], path: str):
+        self._rows, self.path, self.digest = rows, path, digest_of_rows(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def example(self, place: int) -> Mapping[str, Any]:
         return self._rows[place]

@@ -114,16 +114,13 @@ class RunData:
     @property
     def rows_of_a_step(self) -> int:
         # Each process gets batches of its own. Gradients are averaged over the labels of all processes.
-        return self._batch_size * self.options.gradient_accumulation * num_processes()
-
-    @property
-    def _batch_size(self) -> int:
-        return self.options.batch_size * gpus_of_a_process(self.options.device)
+        batch_size = self.options.batch_size * gpus_of_a_process(self.options.device)
+        return batch_size * self.options.gradient_accumulation * num_processes()
 
     def in_order(self) -> Places:
         """All rows of the run, in their order."""
         options, length = self.options, self.steps() * self.rows_of_a_step
-        return Places(self._shuffled(length, options.seed, self._batch_size, num_processes()))
+        return Places(self._shuffled(length, options.seed))
 
     def held_out(self) -> Places | None:
         return None if self.others is None else Places(self.others)
@@ -188,13 +185,13 @@ class RunData:
         elif self.prompts:
             say("No text prompt is left: the run is on the data alone, and may lose text ability beside a picture.")
 
-    def _shuffled(self, length: int, seed: int = 0, batch_size: int = 1, processes: int = 1) -> Shuffled:
+    def _shuffled(self, length: int, seed: int = 0) -> Shuffled:
         if not self.texts:
-            return Shuffled(self.rows, length, seed, batch_size, processes)
+            return Shuffled(self.rows, length, seed)
         share = self.options.share_of_text
         count = max(1, round(Shuffled(self.rows, 0).epoch_rows * share / (1 - share)))
-        rows = self.rows.with_source(source_of(self.texts, self.options.output, count / len(self.texts)))
-        return Shuffled(rows, length, seed, batch_size, processes, spread=len(rows.sources) - 1)
+        source = source_of(self.texts, self.options.output, count / len(self.texts))
+        return Shuffled(self.rows.with_source(source), length, seed)
 
     def _sources(self) -> list[Rows]:
         return [self.rows] if self.others is None else [self.rows, self.others]

@@ -9,7 +9,7 @@ from typing import Any
 from ..utils.whole_folder import replace_file
 from .complete_checkpoints import STATE, find_checkpoints
 from .launch import is_first_process, num_processes, say
-from .training_options import NONE, option_of
+from .training_options import option_of
 
 
 OPTIONS_FILE = "training.json"
@@ -28,11 +28,15 @@ def check_resumed(output: Path, saved: dict[str, Any]) -> dict[str, Any]:
         if (output / UNFINISHED).is_file():  # killed before anything was trained
             return {}
         raise ValueError(f"`--resume` found no run in {output}: it has no {OPTIONS_FILE}. Start without `--resume`.")
-    # What runs of earlier versions, which did not save these options, have done.
-    unsaid = {"processes": 1, "gpus": saved["gpus"], "started_rate": 1.0, "align": NONE, "text_share": 0.0}
-    before = {**unsaid, **json.loads(file.read_text())}
+    before = json.loads(file.read_text())
     if before.get("complete"):
         raise ValueError(f"`--resume`: the run in {output} is complete, so there is nothing to resume.")
+    if before.get("order") != saved["order"]:
+        raise ValueError(
+            f"`--resume`: expected a run that reads rows in the order of this version of hf_xattn ({saved['order']}), "
+            f"got the run in {output}, which another version began. Finish it with that version, or start in a new "
+            "folder."
+        )
     for name, value in saved.items():
         if before.get(name) == value:
             continue

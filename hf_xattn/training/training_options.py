@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..data.order import ORDER
 from .launch import gpus_of_a_process, num_processes
 
 
@@ -208,7 +209,7 @@ class TrainingOptions:
         }
         options["text_share"] = self.share_of_text
         launched = {"processes": num_processes(), "gpus": gpus_of_a_process(self.device)}
-        return {**options, **launched, "fingerprints": list(fingerprints)}
+        return {**options, **launched, "order": ORDER, "fingerprints": list(fingerprints)}
 
 
 def option_of(name: str) -> str:

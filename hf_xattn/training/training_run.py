@@ -31,7 +31,7 @@ from .parameter_groups import train_in_float32
 from .picture_use import PictureUse, PictureUseCallback
 from .run_data import RunData
 from .run_folder import CHECKPOINTS, KEPT, START, check_resumed, last_checkpoint, write_options
-from .run_start import TRAINED, Rates, rates_of, start
+from .run_start import Rates, rates_of, start
 from .trainer import RunTrainer, check_started_rate
 from .training_options import SKIP, TrainingOptions
 from .vision_features import VisionFeatures
@@ -83,9 +83,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         say("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
     before = 0 if checkpoint is None else step_of(checkpoint)
     arguments = _arguments(options, data, half)
-    if checkpoint is not None:
-        saved.setdefault(START, TRAINED)  # of runs of earlier versions
-    else:
+    if checkpoint is None:
         reads = processor if features is None else features.reader(processor)
         saved[START] = start(model, reads, data.to_align(*collators), arguments.device, data.aligned is not None)
         if is_first_process():

@@ -1,4 +1,4 @@
-"""The order of rows in training: every row once in an epoch, in shares of processes and workers."""
+"""The order of rows in training: every row once in an epoch, whatever processes and workers there are."""
 
 import itertools
 import pickle
@@ -9,14 +9,13 @@ import torch
 from data_sources import questions, write_parquet, write_tar
 
 import hf_xattn
-from hf_xattn.data.loading import OPEN_UNITS
-from hf_xattn.data.order import STREAMS, Shuffled
+from hf_xattn.data.order import Shuffled
 from hf_xattn.training.bad_rows import Places
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Sources that are cut in different ways: shards, row groups, and blocks of lines."""
+    """Sources of different kinds: shards, a table, and lines."""
     folder = tmp_path_factory.mktemp("order")
     for shard in range(16):
         write_tar(folder / f"{shard:02d}.tar", list(questions(64)), first=64 * shard)
@@ -37,22 +36,21 @@ def mixed(folder):
     return hf_xattn.load_rows([f"{folder}/*.tar", f"{folder}/a.parquet:0.3", f"{folder}/b.jsonl:2"])
 
 
-@pytest.mark.parametrize("batch_size, processes", [(1, 1), (4, 1), (4, 2), (3, 3), (7, 2), (64, 2)])
-def test_an_epoch_has_every_row_once(shards, batch_size, processes):
-    """A row that is read twice before another is read once, at the seams of epochs, shares and batches."""
-    order = Shuffled(shards, 0, seed=1, batch_size=batch_size, processes=processes)
+def test_an_epoch_has_every_row_once(shards):
+    """A row that is read twice before another is read once, at the seams of epochs."""
+    order = Shuffled(shards, 0, seed=1)
     count = order.epoch_rows
     assert count == len(shards) == 1024
     epochs = [[order.index(epoch * count + place) for place in range(count)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    again = Shuffled(shards, 0, seed=2, batch_size=batch_size, processes=processes)
+    again = Shuffled(shards, 0, seed=2)
     assert [again.index(place) for place in range(count)] != epochs[0]
 
 
 def test_weights(mixed):
     """A source that is read more or less often than its weight says; a row that comes again before others came."""
-    order = Shuffled(mixed, 0, seed=3, batch_size=4)
+    order = Shuffled(mixed, 0, seed=3)
     assert order.counts == [1024, 150, 1998] and order.epoch_rows == 3172
     seen = Counter(order.index(place) for place in range(10 * order.epoch_rows))
     by_source = [Counter(), Counter(), Counter()]
@@ -65,33 +63,9 @@ def test_weights(mixed):
     assert 60 < early < 260  # sources are mixed: about 160 of 500
 
 
-def read_by(rows, order, processes, workers):
-    """The rows that each worker of each process reads, as a `DataLoader` deals batches."""
-    batches = list(itertools.batched(range(len(order)), order.batch_size)) if hasattr(itertools, "batched") else [
-        range(start, min(start + order.batch_size, len(order))) for start in range(0, len(order), order.batch_size)
-    ]  # fmt: skip
-    read = {}
-    for number, places in enumerate(batches):
-        key = number % processes, number // processes % workers
-        read.setdefault(key, []).extend(order.index(place) for place in places)
-    return read
-
-
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_shards_of_ranks_and_workers(shards, workers):
-    """Two ranks, or two workers of a rank, that read the same shard, or all shards."""
-    order = Shuffled(shards, 1024, seed=1, batch_size=4, processes=2)
-    assert order.streams == 2 * STREAMS
-    read = read_by(shards, order, 2, workers)
-    assert len(read) == 2 * workers and sorted(itertools.chain(*read.values())) == list(range(1024))
-    shards_of = {key: {index // 64 for index in rows} for key, rows in read.items()}
-    assert all(len(each) == 16 // (2 * workers) for each in shards_of.values())
-    assert sum(map(len, shards_of.values())) == 16  # each is read by one alone
-
-
 def test_order_does_not_depend_on_workers(shards):
     """A run with more workers that trains on other batches."""
-    order = Shuffled(shards, 256, seed=1, batch_size=4)
+    order = Shuffled(shards, 256, seed=1)
     expected = [order.index(place) for place in range(256)]
     for workers in (0, 2, 3):
         loader = torch.utils.data.DataLoader(Places(order), batch_size=4, num_workers=workers, collate_fn=_indices)
@@ -106,38 +80,29 @@ def _indices(places):
 
 def test_a_place_is_known_without_what_came_before(mixed):
     """A resumed run that reads other rows than the one that was killed."""
-    order = Shuffled(mixed, 0, seed=5, batch_size=4, processes=2)
+    order = Shuffled(mixed, 0, seed=5)
     whole = [order.index(place) for place in range(7000)]
     for start in (1, 2999, 6998):
-        fresh = Shuffled(mixed, 0, seed=5, batch_size=4, processes=2)
+        fresh = Shuffled(mixed, 0, seed=5)
         assert fresh.index(start) == whole[start]
-
-
-def test_few_units_are_open(folder):
-    """A data set that is held in memory, because its units stay open."""
-    rows = hf_xattn.load_rows([f"{folder}/*.tar", f"{folder}/a.parquet", f"{folder}/b.jsonl"])
-    order = Shuffled(rows, 1500, seed=5, batch_size=4)
-    for place in range(1500):
-        order[place]
-    assert len(rows._open) <= OPEN_UNITS
 
 
 def test_rows_of_one_file_are_mixed(tmp_path):
     """Rows of a sorted file that come sorted: a batch of one kind alone."""
     (tmp_path / "a.jsonl").write_text("\n".join(f'{{"question": "a", "answer": "{i // 1000}"}}' for i in range(20_000)))
     rows = hf_xattn.load_rows(tmp_path / "a.jsonl")
-    order = Shuffled(rows, 0, batch_size=8)
+    order = Shuffled(rows, 0)
     kinds = [len({order.index(place) // 1000 for place in range(start, start + 64)}) for start in range(0, 20_000, 64)]
     assert min(kinds) >= 8 and sum(kinds) / len(kinds) > 12  # of 20
 
 
-@pytest.mark.parametrize("weight, batch_size, processes", [(3, 4, 1), (0.5, 3, 2), (0.001, 1, 1), (2, 64, 1)])
-def test_a_source_that_is_spread(folder, weight, batch_size, processes):
-    """Rows of a small source that stand together between large units; a row of the others that is lost for them; a
-    row of the small source that comes again before others came.
+@pytest.mark.parametrize("weight", [3, 0.5, 0.001])
+def test_a_small_source_among_shards(folder, weight):
+    """Rows of a small source that stand together; a row of the others that is lost for them; a row of the small source
+    that comes again before others came.
     """
     rows = hf_xattn.load_rows([f"{folder}/*.tar", f"{folder}/a.parquet:{weight}"])
-    order = Shuffled(rows, 0, seed=4, batch_size=batch_size, processes=processes, spread=1)
+    order = Shuffled(rows, 0, seed=4)
     count = order.epoch_rows
     assert count == 1024 + order.counts[1] and order.counts[1] == max(1, round(501 * weight))
     read = [order.index(place) for place in range(3 * count)]
@@ -150,20 +115,20 @@ def test_a_source_that_is_spread(folder, weight, batch_size, processes):
     if weight > 0.01:  # in each part of the run as many as anywhere
         parts = [sum(index >= 1024 for index in read[start : start + 300]) for start in range(0, count - 300, 300)]
         assert all(share == pytest.approx(300 * order.counts[1] / count, rel=0.35) for share in parts), parts
+        longest = max(len(list(run)) for text, run in itertools.groupby(index >= 1024 for index in read) if text)
+        assert longest < (40 if weight == 3 else 10)
     again = pickle.loads(pickle.dumps(order))
     assert [again.index(place) for place in range(50)] == read[:50]
 
 
-def test_a_small_source_in_large_shards(tmp_path):
-    """A long row of texts, which all stand beside the one picture that follows."""
-    for shard in range(8):
-        write_tar(tmp_path / f"{shard}.tar", list(questions(512)), first=512 * shard)
-    write_parquet(tmp_path / "a.parquet", 20, rows_of_a_group=20)
-    rows = hf_xattn.load_rows([f"{tmp_path}/*.tar", f"{tmp_path}/a.parquet:36"])
-
-    def longest(**spread):
-        order = Shuffled(rows, 0, batch_size=8, **spread)
-        of_texts = [order.index(place) >= 4096 for place in range(order.epoch_rows)]
-        return max(len(list(run)) for text, run in itertools.groupby(of_texts) if text)
-
-    assert longest(spread=1) < 10 < longest()
+def test_the_order_of_rows_that_are_left(folder, mixed):
+    """A row that was left out, or held out, and is read; a source that is taken for its neighbour."""
+    gone = [0, 5, 1023, 1024, 1100, *range(1525, 1925)]
+    left, held_out = mixed.split(gone)
+    assert left.sizes() == [1021, 499, 599] and held_out.sizes() == [3, 2, 400] and mixed.sizes() == [1024, 501, 999]
+    order = Shuffled(left, 0)
+    assert order.counts == [1021, 150, 1198]
+    read = Counter(left.where(order.index(place)) for place in range(order.epoch_rows))
+    assert not read.keys() & {mixed.where(index) for index in gone} and set(read.values()) == {1, 2}
+    more = left.with_source(held_out.sources[0])
+    assert more.sizes() == [1021, 499, 599, 1024] and more[2119 + 7] == mixed[7]

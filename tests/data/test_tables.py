@@ -1,21 +1,15 @@
 """Tables whose values are kept in a form of their own."""
 
-import http.server
+import json
 import os
-import re
-import threading
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_sources import content
+from data_sources import content, llava, questions, write_parquet, write_tar
 
 import hf_xattn
-from hf_xattn.data.loading import Rows
-from hf_xattn.data.sources import Source
-from hf_xattn.data.tables import UnreachableError, index_parquet
-from hf_xattn.training.bad_rows import BadRowsFile, Place, RowReader
 
 
 ROWS = [
@@ -71,53 +65,61 @@ def test_messages_kept_as_json(kind, tmp_path):
     assert said == [{"type": "text", "text": "[2]"}]
 
 
-class Parts(http.server.BaseHTTPRequestHandler):
-    """Sends the parts of a file that are asked for."""
-
-    content = b""
-
-    def do_HEAD(self):
-        self.send_response(200)
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(len(self.content)))
-        self.end_headers()
-
-    def do_GET(self):
-        first, last = map(int, re.findall(r"\d+", self.headers["Range"]))
-        sent = self.content[first : last + 1]
-        self.send_response(206)
-        self.send_header("Content-Range", f"bytes {first}-{first + len(sent) - 1}/{len(self.content)}")
-        self.send_header("Content-Length", str(len(sent)))
-        self.end_headers()
-        self.wfile.write(sent)
-
-    def log_message(self, *_):
-        pass
+def test_a_row_group_that_cannot_be_read(tmp_path):
+    """A disk error that is taken for the end of the data, or that names no rows."""
+    for name in ("a", "b"):
+        write_parquet(tmp_path / f"{name}.parquet", 12, rows_of_a_group=5)
+    whole = bytearray((tmp_path / "b.parquet").read_bytes())
+    place = pq.read_metadata(tmp_path / "b.parquet").row_group(1).column(0).data_page_offset
+    whole[place : place + 400] = os.urandom(400)
+    (tmp_path / "b.parquet").write_bytes(whole)
+    with pytest.raises(ValueError, match=r"b.parquet, row 5 to row 9 \(row group 1\) cannot be read: "):
+        hf_xattn.load_rows(f"{tmp_path}/*.parquet")
 
 
-def test_a_network_that_fails(tmp_path):
-    """Rows that are left out as broken, thousands of them, because the network was away for a minute."""
-    pytest.importorskip("aiohttp")
-    said = [{"role": "user", "content": "a ?"}, {"role": "assistant", "content": "b"}]
-    blobs = [os.urandom(8 * 2**20) for _ in range(3)]  # larger than what fsspec reads ahead
-    pq.write_table(pa.table({"messages": [said] * 3, "blob": blobs}), tmp_path / "a.parquet", row_group_size=1)
-    Parts.content = (tmp_path / "a.parquet").read_bytes()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Parts)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}/a.parquet"
-    rows = Rows([Source("a", [index_parquet(address)], None, 1.0)], "what ?")
-    file = BadRowsFile(tmp_path / "run", 1.0)
-    reader = RowReader(lambda read: read, lambda read: read, file)
-    assert reader([Place(rows, 0)])[0]["messages"] == said
-    server.shutdown()
-    server.server_close()
-    with pytest.raises(UnreachableError, match="a.parquet2? cannot be reached"):
-        reader([Place(rows, 1)])
-    with pytest.raises(UnreachableError, match="a.parquet2? cannot be reached"):
-        index_parquet(f"{address}2")
-    assert not file.path.exists()
-    broken = bytearray(Parts.content)  # of the contents, which stay a bad row
-    broken[100:2000] = bytes(1900)
-    (tmp_path / "broken.parquet").write_bytes(broken)
-    with pytest.raises(ValueError, match="broken.parquet, row 0: row group 0 cannot be read"):
-        Rows([Source("a", [index_parquet(f"file://{tmp_path}/broken.parquet")], None, 1.0)], "what ?")[0]
+def test_parquet_files_of_different_columns(tmp_path):
+    """Rows whose columns the first file lacks, which are dropped without a word."""
+    columns = {"question": ["a ?", "b ?"], "answer": ["c", "d"]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    pq.write_table(pa.table({**columns, "system": ["be short"] * 2}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match="Expected Parquet files with the same columns, got .*a.parquet, .*b.parquet"):
+        hf_xattn.load_rows(f"{tmp_path}/*.parquet")
+    for names in ("{b,a}", "{b,b}"):
+        rows = hf_xattn.load_rows(f"{tmp_path}/{names}.parquet")
+        assert [rows.where(index) for index in (1, 2)] == [
+            f"{tmp_path}/b.parquet, row 1",
+            f"{tmp_path}/{names[3]}.parquet, row 0",
+        ]
+        assert [len(row["messages"]) for row in rows] == [3, 3, *([2, 2] if names == "{b,a}" else [3, 3])]
+
+
+def test_what_is_found_once(tmp_path):
+    """Minutes at each start in which the files of all shards are listed; a list of files that have changed since."""
+    given = list(questions(6))
+    for number in range(3):
+        write_tar(tmp_path / f"{number}.tar", given[:0] if number == 1 else given, first=6 * number)
+    (tmp_path / "a.json").write_text(json.dumps([llava(*each) for each in given]))
+    for source, words in ((f"{tmp_path}/*.tar", "sample 000012"), (f"{tmp_path}/a.json", "object 0")):
+        rows, again = hf_xattn.load_rows(source), hf_xattn.load_rows(source)
+        kept, others = (each.sources[0].files[0].table.cache_files for each in (rows, again))
+        assert kept == others and rows.fingerprint == again.fingerprint
+        assert rows.place_of(len(rows) - 6)[1] == words
+    write_tar(tmp_path / "2.tar", given[:2])
+    (tmp_path / "a.json").write_text(json.dumps([llava(*each) for each in given[:2]]))
+    changed = [hf_xattn.load_rows(f"{tmp_path}/{name}") for name in ("*.tar", "a.json")]
+    assert list(map(len, changed)) == [8, 2] and changed[1].fingerprint != rows.fingerprint
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(ValueError, match="a.json to hold examples, got none"):
+        hf_xattn.load_rows(tmp_path / "a.json")
+    with pytest.raises(ValueError, match="1.tar to hold examples, got none"):
+        hf_xattn.load_rows(tmp_path / "1.tar")
+
+
+def test_a_damaged_shard(tmp_path):
+    """A shard that ends at a header that is damaged, and loses the samples behind it."""
+    write_tar(tmp_path / "a.tar", list(questions(6)))
+    whole = bytearray((tmp_path / "a.tar").read_bytes())
+    whole[whole.index(b"000003.json") + 130] ^= 1
+    (tmp_path / "a.tar").write_bytes(whole)
+    with pytest.raises(ValueError, match="a.tar is cut off or damaged"):
+        hf_xattn.load_rows(tmp_path / "a.tar")

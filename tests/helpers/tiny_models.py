@@ -1,8 +1,12 @@
 """Tiny models that the tests share. No network, no downloads: everything is built from a configuration."""
 
 import os
+import tempfile
 
 
+if "HF_DATASETS_CACHE" not in os.environ:
+    TABLES = tempfile.TemporaryDirectory()  # what `datasets` converts, until the tests end
+    os.environ["HF_DATASETS_CACHE"] = TABLES.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -199,18 +199,6 @@ def test_resumed(model, desk, tmp_path, capsys, monkeypatch):
     assert same(out, whole) and not same(out, model)
 
 
-def test_a_run_of_before(model, desk, tmp_path, capsys, monkeypatch):
-    """A run of an earlier version that goes on with texts that it did not begin with."""
-    options = [model, "--data", desk / "data", "--output", tmp_path / "out", *FAST]
-    interrupted(capsys, monkeypatch, 2, *options)
-    saved = json.loads((tmp_path / "out" / OPTIONS_FILE).read_text())
-    del saved["text_share"], saved["text_prompts"]
-    (tmp_path / "out" / OPTIONS_FILE).write_text(json.dumps(saved))
-    status, _, error = run_training(capsys, *options, "--resume", texts=True)
-    assert status == 2 and "`--text-share` to be 0.0" in error
-    assert run_training(capsys, *options, "--resume")[0] == 0
-
-
 def test_two_processes(model, desk, tmp_path, capsys):
     """Answers of each process by itself, which may differ; texts that one of them does not read."""
     options = given(model, desk, "--text-share", "0.3", "--steps", "5")[:-6]

@@ -108,6 +108,19 @@ def test_killed_in_bfloat16(arguments, tmp_path):
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_a_run_of_an_earlier_version(arguments, tmp_path):
+    """A run that goes on in another order: some rows come twice in an epoch, and others never."""
+    command = [*arguments, "--output", str(tmp_path / "out")]
+    assert call(killed_runs.command, command, "step", 10) == KILLED
+    file = tmp_path / "out" / OPTIONS_FILE
+    saved = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in saved.items() if name != "order"}))
+    log = tmp_path / "log"
+    assert call(killed_runs.command, [*command, "--resume"], output=log) == 2
+    told = f"got the run in {tmp_path / 'out'}, which another version began. Finish it with that version"
+    assert told in log.read_text() and "each epoch a permutation of all rows" in log.read_text()
+
+
 @pytest.mark.slow
 def test_killed_again_and_again(arguments, whole, tmp_path):
     """A checkpoint that is killed a second time, with files of both times: it looks complete."""

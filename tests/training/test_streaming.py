@@ -60,7 +60,7 @@ def test_killed_in_the_middle_of_a_shard(step, workers, model, sources, tmp_path
 
 
 def test_each_rank_and_worker_reads_its_own(model, tmp_path):
-    """A row that two processes read, or none; shards that all open."""
+    """A row that two processes read, or none."""
     for shard in range(16):
         write_tar(tmp_path / f"{shard:02d}.tar", list(questions(48)), first=48 * shard)
     log = tmp_path / "log"
@@ -73,8 +73,6 @@ def test_each_rank_and_worker_reads_its_own(model, tmp_path):
     assert compared[0] == compared[1] and len(compared[0]) == MOST_ROWS
     assert read.keys() == {"0-0", "0-1", "1-0", "1-1"}
     assert sorted(index for rows in read.values() for index in rows) == list(range(768))
-    shards = [{index // 48 for index in rows} for rows in read.values()]
-    assert sum(map(len, shards)) == 16 and set().union(*shards) == set(range(16))
 
 
 def lines(count, broken):
@@ -140,14 +138,15 @@ def test_names_that_cannot_be_opened(stream, model, tmp_path, capsys):
 
 
 def test_a_row_group_that_cannot_be_read(model, sources, tmp_path, capsys):
-    """A disk error in a shard that is taken for the end of the data."""
+    """A disk error in a table that ends a run in its middle, or is taken for the end of the data."""
     whole = bytearray(sources["parquet"].read_bytes())
     place = whole.index(content("red"))
     whole[place - 40 : place + 400] = os.urandom(440)
     (tmp_path / "a.parquet").write_bytes(whole)
     options = ["--data", tmp_path / "a.parquet", "--stream", "--batch-size", "2", *FAST[:4]]
     status, _, error = run_training(capsys, model, *options, "--output", tmp_path / "out")
-    assert status == 2 and "a.parquet, row" in error
+    assert status == 2 and "a.parquet, row 0 to row 4 (row group 0) cannot be read" in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_many_rows_are_streamed(model, tmp_path, capsys, monkeypatch):
@@ -228,7 +227,7 @@ import json, sys
 from hf_xattn.data.loading import load_rows
 from hf_xattn.data.order import Shuffled
 rows = load_rows(sys.argv[1])
-order = Shuffled(rows, len(rows), batch_size=8)
+order = Shuffled(rows, len(rows))
 for place in range(0, len(rows), len(rows) // 2000):
     order[place]
 print(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1])
