@@ -103,8 +103,11 @@ def _is_array(path: str) -> bool:
 def _objects(path: str) -> Iterator[str]:
     """The texts of the elements of an array. The file is held whole meanwhile."""
     decoder = json.JSONDecoder()
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        text = file.read()
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            text = file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} holds an array of JSON that cannot be read: {error}") from None
     end, number = _behind(SPACE, text, 0) + 1, 0  # behind the bracket
     while True:
         start = _behind(COMMAS, text, end)

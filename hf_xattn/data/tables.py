@@ -7,6 +7,7 @@ other files is kept as a table too. Pictures stay as they are stored: nothing is
 from __future__ import annotations
 
 import dataclasses
+import glob
 import hashlib
 import json
 import os
@@ -69,10 +70,14 @@ def parquet_files(paths: list[str], names: list[str] | None = None) -> list[Tabl
     if not any(footer.num_rows for footer in footers):
         return []
     features = _features_of(datasets, footers[0].schema.to_arrow_schema())
+    files = list(map(glob.escape, paths))  # `datasets` takes them for patterns
     try:
-        table = datasets.load_dataset("parquet", data_files=paths, split="train", features=features)
+        table = datasets.load_dataset("parquet", data_files=files, split="train", features=features)
     except Exception as error:
-        found = _broken_part(paths, names) or f"Expected Parquet files with the same columns, got {', '.join(names)}"
+        found = _broken_part(paths, names) or (
+            "Expected Parquet files of the same columns, and space for a copy of them in the cache of `datasets`, got "
+            f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+        )
         raise ValueError(f"{found}: {error.__cause__ or error}") from error
     tables, table, start = [], _undecoded(table), 0
     for name, footer in zip(names, footers):

@@ -229,6 +229,9 @@ def test_lines_that_are_broken(tmp_path):
     (tmp_path / "cut.json").write_text(json.dumps([{"question": "a", "answer": "b"}] * 3)[:-20])
     with pytest.raises(ValueError, match="cut.json holds an array of JSON that cannot be read: object 2"):
         hf_xattn.load_rows(tmp_path / "cut.json")
+    (tmp_path / "bytes.json").write_bytes(b'[{"question": "a", "answer": "\xff"}]')
+    with pytest.raises(ValueError, match="bytes.json holds an array of JSON that cannot be read: .* byte 0xff"):
+        hf_xattn.load_rows(tmp_path / "bytes.json")
 
 
 def test_tar_shards(tmp_path):

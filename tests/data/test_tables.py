@@ -82,7 +82,7 @@ def test_parquet_files_of_different_columns(tmp_path):
     columns = {"question": ["a ?", "b ?"], "answer": ["c", "d"]}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     pq.write_table(pa.table({**columns, "system": ["be short"] * 2}), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match="Expected Parquet files with the same columns, got .*a.parquet, .*b.parquet"):
+    with pytest.raises(ValueError, match="Expected Parquet files of the same columns.* got .*a.parquet, .*b.parquet"):
         hf_xattn.load_rows(f"{tmp_path}/*.parquet")
     for names in ("{b,a}", "{b,b}"):
         rows = hf_xattn.load_rows(f"{tmp_path}/{names}.parquet")
@@ -91,6 +91,13 @@ def test_parquet_files_of_different_columns(tmp_path):
             f"{tmp_path}/{names[3]}.parquet, row 0",
         ]
         assert [len(row["messages"]) for row in rows] == [3, 3, *([2, 2] if names == "{b,a}" else [3, 3])]
+
+
+def test_names_that_look_like_patterns(tmp_path):
+    """A file that is taken for a pattern, and others in its place."""
+    write_parquet(tmp_path / "a[1].parquet", 3)
+    write_parquet(tmp_path / "a1.parquet", 5)
+    assert len(hf_xattn.load_rows(tmp_path / "a[1].parquet")) == 3
 
 
 def test_what_is_found_once(tmp_path):

@@ -145,7 +145,7 @@ def test_a_row_group_that_cannot_be_read(model, sources, tmp_path, capsys):
     (tmp_path / "a.parquet").write_bytes(whole)
     options = ["--data", tmp_path / "a.parquet", "--stream", "--batch-size", "2", *FAST[:4]]
     status, _, error = run_training(capsys, model, *options, "--output", tmp_path / "out")
-    assert status == 2 and "a.parquet, row 0 to row 4 (row group 0) cannot be read" in error
+    assert status == 2 and re.search(r"a.parquet, row \d+ to row \d+ \(row group \d\) cannot be read", error)
     assert not (tmp_path / "out").exists()
 
 
