@@ -150,12 +150,11 @@ def run_web(arguments: argparse.Namespace) -> None:
             page.launch(server_name=arguments.host, server_port=port, quiet=True, prevent_thread_lock=True)
             listener.close()
             print(f"Ready: {address_of(arguments.host, port)} shows {arguments.model}. Stop with Ctrl-C.", flush=True)
-            page.get_blocks().block_thread()
+            page.block_thread()
         except KeyboardInterrupt:  # Gradio catches it only inside `block_thread`
             pass
         finally:
-            if page.blocks is not None:
-                page.get_blocks().close(verbose=False)
+            page.close(verbose=False)
 
 
 def _add_listening(parser: argparse.ArgumentParser, port: int) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image, ImageDraw
 
 from ..maps.attention_maps import AttentionMaps, attention_maps
+from ..maps.heat import lit
 from .canvases import HEIGHT, PATCH, PROMPT, WIDTH, WORDS, Canvas
 
 
@@ -140,15 +140,8 @@ def draw_attention(path: Path, model, processor, canvases: list[Canvas], picture
         picture = pictures[index].resize(SCALED, Image.Resampling.NEAREST)
         for place, position in enumerate(_naming(maps, canvases[index])):
             x, y = SPACE + place * (SCALED[0] + SPACE), SPACE + row * (SCALED[1] + line + SPACE)
-            heat = (grid[position] / grid.max().clamp(min=1e-6) * 200).to(torch.uint8)
-            sheet.paste(lit(picture, heat, "orange"), (x, y))
+            sheet.paste(lit(picture, grid[position] / grid.max().clamp(min=1e-6)), (x, y))
             word = processor.decode(maps.tokens[row, min(position + 1, maps.tokens.shape[1] - 1)])
             right = word == WORDS[canvases[index].digits[place]]
             pen.text((x + 2, y + SCALED[1] + 2), word, fill="black" if right else "red")
     sheet.save(path)
-
-
-def lit(picture: Image.Image, heat: torch.Tensor, colour: str) -> Image.Image:
-    """The picture with a colour over it, as strong as the heat: uint8, `(patch rows, patch columns)`."""
-    cover = Image.fromarray(heat.numpy()).resize(picture.size, Image.Resampling.NEAREST)
-    return Image.composite(Image.new("RGB", picture.size, colour), picture, cover)

@@ -1,13 +1,9 @@
-"""ASGI middleware that refuses requests before an application reads them, for `hf-xattn serve` and `hf-xattn web`.
-
-Gradio opens many routes that the page does not use, and has a queue without an end.
-"""
+"""ASGI middleware that refuses requests before an application reads them, for `hf-xattn serve` and `hf-xattn web`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +11,12 @@ from typing import Any
 
 LINGER = 5.0  # seconds that a refused client may go on sending
 BODY_SECONDS = 120.0  # for the whole body of a request
+# Nothing on a page comes from another host, and browsers keep it so. No page of another host shows it in a frame,
+# where a visitor would click without knowing, except those of Hugging Face Spaces.
+POLICY = (
+    "default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data:; base-uri 'self'; form-action 'none'; "
+    "object-src 'none'; frame-ancestors 'self' https://huggingface.co https://*.hf.space"
+)
 
 
 @dataclass(frozen=True)
@@ -147,47 +149,16 @@ class InFlight:
             self.count -= 1
 
 
-class OnlyPaths:
-    """ASGI middleware: refuses (404) what the page does not use. Gradio would also take uploads, run a program on
-    recordings, fetch addresses, and call functions past its queue.
+class Policy:
+    """ASGI middleware: adds `POLICY` to all answers."""
 
-    Args:
-        get, post (`re.Pattern`): whole paths that may be read, and that may be sent to.
-    """
-
-    def __init__(self, app: Any, get: re.Pattern[str], post: re.Pattern[str]):
-        self.app, self.allowed = app, {"GET": get, "HEAD": get, "POST": post}
+    def __init__(self, app: Any):
+        self.app = app
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-        elif scope["type"] != "http":  # a web socket
-            await send({"type": "websocket.close", "code": 1008})
-        elif (allowed := self.allowed.get(scope["method"])) and allowed.fullmatch(scope["path"]):
-            await self.app(scope, receive, send)
-        else:
-            await refuse(receive, send, 404, {"error": "The page has nothing at this address."})
+        async def send_with_policy(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
+            await send(message)
 
-
-class BoundedQueue:
-    """ASGI middleware: refuses a question while `most` others wait for the model.
-
-    `gradio.Server` makes its queue only in `launch`, and without a limit. `queue` returns it.
-    """
-
-    def __init__(self, app: Any, most: int, queue: Callable[[], Any]):
-        self.app, self.most, self.queue = app, most, queue
-
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if _posts(scope, {"call", "join"}):
-            queue = self.queue()
-            queue.max_size = self.most  # questions that come at the same moment: Gradio counts them one after another
-            if len(queue) >= self.most:
-                error = f"{self.most} questions are waiting already. Try again in a minute."
-                await refuse(receive, send, 503, {"error": error})
-                return
-        await self.app(scope, receive, send)
-
-
-def _posts(scope: dict[str, Any], words: set[str]) -> bool:
-    return scope["type"] == "http" and scope["method"] == "POST" and not words.isdisjoint(scope["path"].split("/"))
+        await self.app(scope, receive, send_with_policy)

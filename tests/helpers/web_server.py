@@ -26,7 +26,7 @@ def served(folder, **options):
     try:
         yield f"http://127.0.0.1:{port}", model, processor
     finally:
-        page.get_blocks().close(verbose=False)
+        page.close(verbose=False)
 
 
 @contextmanager

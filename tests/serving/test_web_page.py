@@ -1,7 +1,5 @@
-"""What the page asks the server for, through Gradio's own client: no browser needed."""
+"""What the page asks the server for, over HTTP: no browser needed."""
 
-import base64
-import html
 import io
 import json
 import re
@@ -13,28 +11,24 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
-from chat_models import NEW_TOKENS, answer, data_url, drawing, question
+from chat_models import NEW_TOKENS, answer, drawing, question
 from checkout import EXAMPLES, ROOT
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 
 pytest.importorskip("gradio", reason="the page needs Gradio: pip install -e '.[web]'")
-pytest.importorskip("gradio_client")
 import httpx
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
-from gradio_client import Client
-from gradio_client.exceptions import AppError
-from gradio_client.utils import QueueError
 from web_server import nobody_answers, served, slow
+from web_visitor import Refused, WebVisitor
 
 from hf_xattn.checkpoints.model_card import write_model_card
 from hf_xattn.commands.main import main
 from hf_xattn.commands.servers import address_of
 from hf_xattn.serving.web import build_page, visitors
-from hf_xattn.serving.web.page import MAX_QUEUE, MAX_REQUEST, STATIC, _add_files
+from hf_xattn.serving.web.page import MAX_QUEUE, MAX_REQUEST
 
 
 TEXT = "what is in the picture ?"
@@ -54,151 +48,182 @@ def long_server(chat_folder):
         yield found
 
 
-def client_of(server):
-    return Client(server[0], verbose=False, analytics_enabled=False)
-
-
 @pytest.fixture
-def client(server):
-    return client_of(server)
+def visitor(server):
+    return WebVisitor(server[0])
 
 
-def test_a_conversation(client, server):
+def test_a_conversation(visitor, server):
     """A picture that is lost on its way, an answer that is not the model's, a picture that is encoded twice."""
     _, model, processor = server
     misses = model.image_store.misses
-    visitor = client.predict(api_name="/visit")
-    for seed in (0, 1):
-        waiting = client.predict(visitor, data_url(drawing(seed)), "a.png", api_name="/add_picture")
-    assert len(waiting) == 2
-    shown = Image.open(io.BytesIO(base64.b64decode(waiting[1].partition(",")[2])))
-    assert shown.convert("RGB").tobytes() == drawing(1).tobytes()
-    assert len(client.predict(visitor, 0, api_name="/remove_picture")) == 1
-    states = list(client.submit(visitor, TEXT, api_name="/ask"))
+    visitor.add(drawing(1))
+    steps = list(visitor.asking(TEXT))
     messages = [question(TEXT, drawing(1))]
-    assert states[-1]["text"] == answer(model, processor, messages)
-    assert [state["done"] for state in states] == [False] * (len(states) - 1) + [True]
-    assert len(states) > 2 and all(states[-1]["text"].startswith(state["text"].strip()) for state in states)
-    last = states[-1]
-    assert [last["text"][start : start + length] for start, length in last["words"]] == last["text"].split()
-    assert last["looks"] and last["answer"] == 0
+    said = answer(model, processor, messages)
+    assert visitor.chat[-2:] == [("user", TEXT), ("assistant", said)]
+    assert visitor.chat[0][1].startswith("![picture 1](data:image/png;base64,")
+    assert len(steps) > 3 and all(said.startswith(step[-1][1].strip()) for step in steps[1:])
+    assert "".join(word for word, _ in visitor.words) == said and len(visitor.words) == len(said.split())
+    assert visitor.seen == [] and visitor.value("multimodaltextbox") == {"text": "", "files": []}
 
-    looked = client.predict(visitor, 0, 1, api_name="/look")
-    assert looked["layers"] == model.config.cross_attention_layers
-    (picture,) = looked["pictures"]
-    assert (picture["width"], picture["height"]) == (32, 32) and picture["covered"] == [1.0, 1.0]
-    assert picture["heat"].startswith("data:image/png") and 0 < picture["share"] <= 1.001
-    of_layer = client.predict(visitor, 0, 1, looked["layers"][0], api_name="/look")
-    assert of_layer["pictures"][0]["heat"] != picture["heat"]
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "and ?"}]
+    assert visitor.ask("and ?") == answer(model, processor, messages)
+    assert model.image_store.misses - misses <= 1
 
-    messages += [{"role": "assistant", "content": last["text"]}, {"role": "user", "content": "and ?"}]
-    *_, state = client.submit(visitor, "and ?", api_name="/ask")
-    assert state["text"] == answer(model, processor, messages) and state["answer"] == 1
-    assert model.image_store.misses - misses <= 2
-
-    assert client.predict(visitor, api_name="/clear")
-    *_, state = client.submit(visitor, "and ?", api_name="/ask")
-    assert state["text"] == answer(model, processor, [{"role": "user", "content": "and ?"}]) and not state["looks"]
+    visitor.do("chatbot", "clear")
+    assert visitor.chat == visitor.words == []
+    assert visitor.ask(TEXT) == answer(model, processor, [{"role": "user", "content": TEXT}])
+    assert visitor.words == []  # there is no picture to look at
 
 
-def test_errors_are_told_and_survived(client, server, monkeypatch):
+def test_where_it_looked(visitor, server):
+    """Heat of another answer, word or layer than the one that was chosen."""
+    model = server[1]
+    visitor.add(drawing(0))
+    first = visitor.ask(TEXT)
+    visitor.choose(1)
+    assert [label for _, label in visitor.words] == [None, "chosen", *[None] * (len(first.split()) - 2)]
+    (seen,) = visitor.seen
+    assert re.fullmatch(r"\d+% of the attention", seen["caption"])
+    mean = visitor.fetched(seen)
+    assert mean.size == (320, 320), "the model reads 32 pixels"
+    dropdown = visitor.number("dropdown")
+    assert [value for _, value in visitor.parts[dropdown]["props"]["choices"]] == [
+        "mean",
+        *model.config.cross_attention_layers,
+    ]
+    visitor.values[dropdown] = model.config.cross_attention_layers[0]
+    visitor.do("dropdown", "input")
+    of_layer = visitor.fetched(visitor.seen[0])
+    assert np.asarray(of_layer).shape == np.asarray(mean).shape and of_layer.tobytes() != mean.tobytes()
+
+    visitor.add(drawing(1))
+    visitor.ask("and ?")
+    assert visitor.seen == []
+    visitor.choose(0)
+    assert len(visitor.seen) == 2
+    index = [role for role, _ in visitor.chat].index("assistant")
+    visitor.do("chatbot", "select", {"index": [index, 0], "value": first})
+    assert "".join(word for word, _ in visitor.words) == first and visitor.seen == []
+    visitor.choose(1)
+    assert len(visitor.seen) == 1 and visitor.fetched(visitor.seen[0]).tobytes() == of_layer.tobytes()
+    with pytest.raises(Refused, match="Expected a word from 0 to"):
+        visitor.choose(99)
+
+
+def test_drawings(visitor, server):
+    """An empty canvas that is asked about; a drawing that is lost."""
+    _, model, processor = server
+    blank = Image.new("RGB", (704, 704), "black")
+    assert visitor.parts[visitor.number("imageeditor")]["props"]["canvas_size"] == [704, 704]
+    visitor.draw(blank)
+    assert visitor.ask(TEXT) == answer(model, processor, [{"role": "user", "content": TEXT}])
+    visitor.do("chatbot", "clear")
+    drawn = drawing(0).resize((704, 704))
+    visitor.draw(drawn)
+    visitor.add(drawing(1))
+    messages = [question(TEXT, drawing(1), drawn)]
+    assert visitor.ask(TEXT) == answer(model, processor, messages)
+    with httpx.stream("GET", f"{server[0]}/gradio_api/file={visitor.value('imageeditor')['background']['path']}") as it:
+        assert Image.open(io.BytesIO(it.read())).convert("RGB").tobytes() == blank.tobytes()
+
+
+def test_errors_are_told_and_survived(visitor, server, monkeypatch):
     """A page that says nothing, or a server that shows its inside or stays broken."""
-    _, model, _ = server
-    visitor = client.predict(api_name="/visit")
-    for arguments, name, words in (
-        ((visitor, "data:image/png;base64,aGVsbG8=", "b.png"), "/add_picture", "b.png cannot be read"),
-        ((visitor, "", "b.png"), "/add_picture", "b.png is not a picture"),
-        (("nobody", "a"), "/ask", "Reload the page"),
-        ((visitor, " "), "/ask", "Write a question"),
-        ((visitor, 3, 0), "/look", "no longer kept"),
-    ):
-        with pytest.raises(AppError, match=words):
-            client.predict(*arguments, api_name=name)
-    client.predict(visitor, data_url(drawing(0)), "a.png", api_name="/add_picture")
+    _, model, processor = server
+    with pytest.raises(Refused, match="Write a question"):
+        visitor.ask(" ")
+    for content in (b"\x89PNG\r\n\x1a\nnot", b"hello"):
+        visitor.files = [visitor.upload(content, "b.png")]
+        with pytest.raises(Refused, match="b.png cannot be read as a picture"):
+            visitor.ask(TEXT)
+    visitor.files = [visitor.upload(b"hello", "notes.txt")]
+    with pytest.raises(Refused, match="Invalid file type"):
+        visitor.ask(TEXT)
+    visitor.files = []
+    visitor.add(drawing(0))
     with monkeypatch.context() as broken:
         broken.setattr(model, "generate", lambda **_: 1 / 0)
-        with pytest.raises(AppError, match="Something went wrong") as error:
-            client.predict(visitor, TEXT, api_name="/ask")
+        with pytest.raises(Refused) as error:
+            visitor.ask(TEXT)
         assert "division" not in str(error.value)
-    *_, state = client.submit(visitor, TEXT, api_name="/ask")  # the picture still waits
-    assert state["looks"] and state["text"] == answer(*server[1:], [question(TEXT, drawing(0))])
+    kept = visitor.value("multimodaltextbox")
+    assert visitor.chat == [] and kept["text"] == TEXT and len(kept["files"]) == 1
+    assert visitor.ask(TEXT) == answer(model, processor, [question(TEXT, drawing(0))])
+    before = visitor.chat
+    with pytest.raises(Refused, match="Write a question"):
+        visitor.ask(" ")
+    assert visitor.chat == before
+
+
+def test_a_forgotten_conversation_is_told(visitor, server, monkeypatch):
+    """A model that has silently forgotten what it was asked about."""
+    visitor.ask(TEXT)
+    monkeypatch.setattr(visitors, "MAX_VISITORS", 1)
+    WebVisitor(server[0]).ask(TEXT)
+    with pytest.raises(Refused, match="no longer kept"):
+        visitor.ask("and ?")
+    visitor.do("chatbot", "clear")
+    assert visitor.ask(TEXT)
 
 
 def test_visitors_wait_for_each_other_and_do_not_mix(long_server):
     """Two answers at once, or an answer about the picture of somebody else."""
-    _, model, processor = long_server
-    clients = [client_of(long_server) for _ in range(2)]
-    visitors = [client.predict(api_name="/visit") for client in clients]
-    for seed, (client, visitor) in enumerate(zip(clients, visitors)):
-        client.predict(visitor, data_url(drawing(seed)), "a.png", api_name="/add_picture")
-    jobs = [client.submit(visitor, TEXT, api_name="/ask") for client, visitor in zip(clients, visitors)]
-    for seed, job in enumerate(jobs):
-        *_, state = job
-        assert state["text"] == answer(model, processor, [question(TEXT, drawing(seed))], max_new_tokens=LONG)
+    address, model, processor = long_server
+    several = [WebVisitor(address) for _ in range(2)]
+    for seed, visitor in enumerate(several):
+        visitor.add(drawing(seed))
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(lambda visitor: visitor.ask(TEXT), several))
+    expected = [answer(model, processor, [question(TEXT, drawing(seed))], max_new_tokens=LONG) for seed in range(2)]
+    assert said == expected
+    stranger = WebVisitor(address)
+    with pytest.raises(Refused, match="no longer kept"):
+        stranger.choose(0)
 
 
 def test_stop(long_server):
     """A button that stops nothing."""
-    _, model, _ = long_server
-    client = client_of(long_server)
-    visitor = client.predict(api_name="/visit")
+    address, model, _ = long_server
+    visitor = WebVisitor(address)
     with slow(model) as steps:
-        job = client.submit(visitor, TEXT, api_name="/ask")
-        states = [next(iter(job))]
-        client.predict(visitor, api_name="/stop")
-        states += list(job)
+        chats = visitor.asking(TEXT)
+        next(chats)
+        next(chats)
+        visitor.do("multimodaltextbox", "stop")
+        *_, last = chats
         assert nobody_answers() and len(steps) < LONG // 2
-    assert states[-1]["done"] and states[-1]["text"]
+    assert last[-1][0] == "assistant" and last[-1][1]
+    assert visitor.ask("and ?")
 
 
-def test_a_lost_connection_stops_its_answer(long_server):
+@pytest.mark.parametrize("how", ["close", "new chat"])
+def test_an_answer_that_nobody_waits_for(how, long_server):
     """A model that goes on for a visitor who has gone, while the next one waits."""
     address, model, processor = long_server
-    client = client_of(long_server)
-    gone, next_one = client.predict(api_name="/visit"), client.predict(api_name="/visit")
+    visitor, next_one = WebVisitor(address), WebVisitor(address)
     with slow(model) as steps:
-        body = {"data": [gone, TEXT]}
-        event = httpx.post(f"{address}/gradio_api/call/ask", json=body).json()["event_id"]
-        with httpx.stream("GET", f"{address}/gradio_api/call/ask/{event}", timeout=30) as stream:
-            line = next(line for line in stream.iter_lines() if line.startswith("data: [") or '"text"' in line)
-            assert json.loads(line.removeprefix("data: "))[0]["done"] is False
+        alive = visitor.http.stream("GET", f"/heartbeat/{visitor.session}")  # as an open tab
+        alive.__enter__()
+        chats = visitor.asking(TEXT)
+        next(chats)
+        next(chats)
+        if how == "close":
+            chats.close()
+            alive.__exit__(None, None, None)
+        else:
+            visitor.do("chatbot", "clear")
+            assert visitor.chat == []
         assert nobody_answers() and len(steps) < LONG // 2
-    *_, state = client.submit(next_one, TEXT, api_name="/ask")
     messages = [{"role": "user", "content": TEXT}]
-    assert state["text"] == answer(model, processor, messages, max_new_tokens=LONG)
+    assert next_one.ask(TEXT) == answer(model, processor, messages, max_new_tokens=LONG)
 
 
-def test_the_page_and_its_files(server):
-    """A title or a question that breaks the page; a file that is missing; a page that loads
-    something from elsewhere.
-    """
-    address = server[0]
-    page = httpx.get(address)
-    assert "<h1>A &lt;b&gt;title&lt;/b&gt;</h1>" in page.text and "<b>" not in page.text
-    assert page.headers["content-security-policy"].startswith("default-src 'self'")
-    for file in STATIC.iterdir():
-        text = file.read_text()
-        assert "http://" not in text and "https://" not in text and "//cdn" not in text
-        if file.name != "page.html":
-            answer = httpx.get(f"{address}/{file.name}")
-            assert answer.status_code == 200 and answer.text == text
-            assert answer.headers["content-type"].startswith(("text/css", "text/javascript"))
-
-
-def test_who_may_show_the_page_in_a_frame(server):
-    """A page of somebody else in which a visitor clicks without knowing; a Space that shows nothing."""
-    for path in ("", "/?view=api"):
-        policy = httpx.get(server[0] + path).headers["content-security-policy"]
-        directives = dict(part.strip().split(" ", 1) for part in policy.split(";"))
-        assert directives["frame-ancestors"] == "'self' https://huggingface.co https://*.hf.space"
-
-
-def test_a_queue_has_an_end(long_server, monkeypatch):
+def test_a_queue_has_an_end(long_server):
     """Questions that wait without an end, or a visitor who is not told why there is no answer."""
     address, model, _ = long_server
-    client = client_of(long_server)
-    names = [client.predict(api_name="/visit") for _ in range(MAX_QUEUE + 2)]
-    ask = f"{address}/gradio_api/call/ask"
+    first, last = WebVisitor(address), WebVisitor(address)
     running, held = threading.Event(), threading.Event()
 
     def hold(*_):
@@ -207,101 +232,108 @@ def test_a_queue_has_an_end(long_server, monkeypatch):
 
     hook = model.lm_head.register_forward_hook(hold)
     try:
-        first = httpx.post(ask, json={"data": [names[0], TEXT]}).json()["event_id"]
-        assert running.wait(60)
-        with ThreadPoolExecutor(16) as pool:  # at once
-            bodies = [{"data": [name, " "]} for name in names[1:] * 2]  # answered with an error, which takes no time
-            answers = list(pool.map(lambda body: httpx.post(ask, json=body), bodies))
-        assert [answer.status_code for answer in answers].count(200) == MAX_QUEUE
-        for address_of_gradio in (ask, f"{address}/gradio_api/queue/join"):
-            answer = httpx.post(address_of_gradio, json={"data": [names[0], TEXT], "fn_index": 5, "session_hash": "a"})
-            assert answer.status_code == 503 and "questions are waiting already" in answer.json()["error"]
-        stopped = httpx.post(f"{address}/gradio_api/run/stop", json={"data": names[:1]})  # as the page asks
-        assert stopped.json()["data"] == [True], "what needs no model is answered at once"
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(first.ask, TEXT)
+            assert running.wait(60)
+            last.values[last.number("multimodaltextbox")] = {"text": " ", "files": []}  # an error, which takes no time
+            _, body = last.request("multimodaltextbox", "submit")
+            for number in range(MAX_QUEUE):
+                answered = last.http.post("/queue/join", json={**body, "session_hash": f"a{number}"})
+                assert answered.status_code == 200
+            with pytest.raises(Refused, match="Queue is full"):
+                last.ask(TEXT)
+            last.do("chatbot", "clear")  # what needs no model is answered at once
+            held.set()
+            assert asked.result(60)
     finally:
         hook.remove()
         held.set()
-    with httpx.stream("GET", f"{ask}/{first}", timeout=60) as stream:
-        assert any("complete" in line for line in stream.iter_lines())
     until = time.monotonic() + 60
     while True:  # until those who wait have been told
         try:
-            *_, state = client.submit(names[-1], "and ?", api_name="/ask")
+            assert last.ask("and ?")
             break
-        except QueueError:
+        except Refused:
             assert time.monotonic() < until
             time.sleep(0.1)
-    assert state["done"]
 
 
-def test_what_a_browser_may_send(server, client):
-    """A request that fills the memory of the server; a file that stays on its disk."""
-    api = f"{server[0]}/gradio_api"
-    for path in ("upload", "upload/", "process_recording", "component_server", "stream/a"):
-        answer = httpx.post(f"{api}/{path}", files={"files": ("a.txt", b"text"), "file": ("a.webm", b"sound")})
-        assert answer.status_code == 404 and "nothing at this address" in answer.text
+def test_what_a_browser_may_send(server, visitor, monkeypatch):
+    """A request that fills the memory of the server."""
+    with pytest.raises(Refused, match="too large|maximum allowed size"):
+        visitor.upload(b"a" * (visitors.MAX_BYTES + 1), "a.png")
     body = json.dumps({"data": ["a" * MAX_REQUEST]}).encode()
     json_type = {"content-type": "application/json"}
-    answer = httpx.post(f"{api}/run/stop", content=body, headers=json_type)
-    assert answer.status_code == 413 and "too large" in answer.json()["error"]
+    answered = visitor.http.post("/queue/join", content=body, headers=json_type)
+    assert answered.status_code == 413 and "too large" in answered.json()["detail"]
     parts = (body[start : start + 2**20] for start in range(0, len(body), 2**20))  # without a length
     try:
-        assert httpx.post(f"{api}/run/visit", content=parts, headers=json_type).status_code >= 400
+        assert visitor.http.post("/run/predict", content=parts, headers=json_type).status_code >= 400
     except httpx.TransportError:
         pass
-    assert client.predict(api_name="/visit")
+    for number in range(visitors.MAX_PICTURES + 1):
+        visitor.add(drawing(number))
+    with pytest.raises(Refused, match=f"{visitors.MAX_PICTURES} pictures"):
+        visitor.ask(TEXT)
+    visitor.files = []
+    with monkeypatch.context() as less:
+        less.setattr(visitors, "MAX_KEPT", 3 * 32 * 32 * 3 - 1)
+        for number in range(3):
+            visitor.add(drawing(number))
+            if number < 2:
+                visitor.ask(TEXT)
+        with pytest.raises(Refused, match="as many pictures as the page keeps"):
+            visitor.ask(TEXT)
+    assert visitor.ask(TEXT)
 
 
-def test_only_the_paths_of_the_page(server, client):
-    """A question past the queue, or another route that Gradio opens by itself."""
-    address, name = server[0], client.predict(api_name="/visit")
-    assert client.predict(name, data_url(drawing(1)), "a.png", api_name="/add_picture")
-    assert list(client.submit(name, TEXT, api_name="/ask"))[-1]["done"]
-    for function, values in (("ask", [name, TEXT]), ("look", [name, 0, 0])):
-        for way in ("run", "api", "call/v2", "../run", "run/.."):
-            for path in (f"/gradio_api/{way}/{function}", f"/gradio_api/{way}/{function}/", f"/{way}/{function}"):
-                answer = httpx.post(address + path, json={"data": values})
-                assert answer.status_code == 404, path
-    for path in (
-        "/gradio_api/file=/etc/passwd",
-        "/gradio_api/proxy=http://127.0.0.1",
-        "/monitoring",
-        "/docs",
-        "/openapi.json",
-    ):
-        assert httpx.get(address + path).status_code == 404, path
-    for method in ("PUT", "DELETE", "PATCH", "OPTIONS"):
-        assert httpx.request(method, address).status_code == 404
-    assert httpx.head(address).status_code == 200
-    assert client.predict(name, 0, 0, api_name="/look")["pictures"]
+def test_files_of_the_server(server, visitor):
+    """A visitor who reads the server's files, or lets it call addresses of its own machine."""
+    secret = ROOT / "pyproject.toml"
+    for path in (str(secret), "/etc/passwd"):
+        answered = visitor.http.get(f"/file={path}")
+        assert answered.status_code in (403, 404) and "root:" not in answered.text
+    note = visitor.upload(drawing(0), "a.png")
+    for path in (str(secret), f"{server[0]}/config"):
+        visitor.files = [{**note, "path": path}]
+        with pytest.raises(Refused):
+            visitor.ask(TEXT)
+    assert visitor.http.get(f"/proxy={server[0]}/config").status_code >= 400
 
 
-def test_a_name_that_is_a_placeholder():
-    """A heading that prints the settings, or parts of them."""
-    title = "{{settings}} {{title}} &"
-    server = FastAPI()
-    _add_files(server, title, {"questions": ["{{title}}"]})
-    page = TestClient(server).get("/").text
-    assert f"<h1>{html.escape(title)}</h1>" in page and page.count("&quot;questions&quot;") == 1
+def test_functions_are_closed(server, visitor):
+    """A question past the queue, or functions that anybody's program finds."""
+    info = visitor.http.get("/info").json()
+    assert info["named_endpoints"] == {} and info["unnamed_endpoints"] == {}
+    visitor.values[visitor.number("multimodaltextbox")] = {"text": TEXT, "files": []}
+    dependency, body = visitor.request("multimodaltextbox", "submit")
+    for way in ("run", "api"):
+        for name in ("predict", dependency["api_name"] or "ask"):
+            answered = visitor.http.post(f"/{way}/{name}", json=body)
+            assert answered.status_code >= 400 and nobody_answers(), (way, name)
+    for path in ("/monitoring", "/docs", "/redoc", "/openapi.json"):
+        assert httpx.get(server[0] + path).status_code >= 400, path
 
 
-def test_one_visitor_with_many_pictures(server, client, monkeypatch):
-    """A conversation that is not counted against the limit of all of them."""
-    monkeypatch.setattr(visitors, "MAX_KEPT", 3 * 32 * 32 * 3)
-    name = client.predict(api_name="/visit")
+def test_the_page(server):
+    """A page of somebody else in which a visitor clicks without knowing; a page that loads something from elsewhere."""
+    for path in ("", "/?view=api", "/theme.css"):
+        answered = httpx.get(server[0] + path)
+        directives = dict(part.strip().split(" ", 1) for part in answered.headers["content-security-policy"].split(";"))
+        assert directives["frame-ancestors"] == "'self' https://huggingface.co https://*.hf.space"
+        assert "http" not in directives["default-src"] and "*" not in directives["default-src"]
+        assert answered.status_code == 200 and "fonts.googleapis" not in answered.text
 
-    def add(seed):
-        return client.predict(name, data_url(drawing(seed)), "a.png", api_name="/add_picture")
 
-    add(0)
-    list(client.submit(name, TEXT, api_name="/ask"))
-    add(1)
-    assert len(add(2)) == 2
-    with pytest.raises(AppError, match="as many pictures as the page keeps"):
-        add(3)
-    client.predict(name, 0, api_name="/remove_picture")
-    assert len(add(3)) == 2
-    assert list(client.submit(name, TEXT, api_name="/ask"))[-1]["done"]
+def test_a_text_only_model(chat_folder, tmp_path):
+    """A page for a model without an image processor that fails when it is built, or that offers a canvas."""
+    shutil.copytree(chat_folder, tmp_path / "model")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(chat_folder)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    page = build_page(model, tokenizer)
+    parts = {part["type"]: part["props"] for part in page.get_config_file()["components"]}
+    assert parts["multimodaltextbox"]["sources"] == [] and parts["gallery"]["visible"] is False
 
 
 def test_addresses_of_hosts():
@@ -335,9 +367,8 @@ def test_questions_of_the_model(chat_folder, tmp_path):
     assert write_model_card(loaded, tmp_path / "model", questions=["digits :", "<b> ?"])
 
     def offered(page):
-        with TestClient(page) as client:
-            text = html.unescape(client.get("/").text)
-        return json.loads(re.search(r'{"questions".*}', text)[0])["questions"]
+        parts = page.get_config_file()["components"]
+        return [part["props"]["value"] for part in parts if part["type"] == "button"]
 
     processor = AutoProcessor.from_pretrained(chat_folder)
     assert offered(build_page(loaded, processor)) == ["digits :", "<b> ?"]

@@ -19,9 +19,9 @@ from ...evaluation.answers import ARTICLES, normalised
 from ...evaluation.evaluation import inputs_of
 from ...evaluation.questions import Question
 from ...maps.attention_maps import AttentionMaps, attention_maps
+from ...maps.heat import lit
 from ...maps.words import Word, words_of
 from ...processing.image_reading import read_image
-from ..report import lit
 
 
 COLUMNS, ROWS = 2, 3
@@ -30,7 +30,6 @@ SIDE, MARGIN, LINE, NOTE = 448, 24, 34, 28
 TEXT_LINES = 2  # of a question or an answer
 PANEL = TEXT_LINES * LINE * 2 + SIDE + NOTE + MARGIN
 SIZE = COLUMNS * (SIDE + MARGIN) + MARGIN, ROWS * PANEL + MARGIN
-STRENGTH = 150  # of 255: how much of the picture the orange covers where the attention is highest
 # The kinds of questions about the demo's photographs that are shown, where the data have them.
 SHOWN = (
     "another photograph: name",
@@ -113,7 +112,7 @@ def _draw(sheet: Image.Image, corner: tuple[int, int], question: Question, said:
     top += TEXT_LINES * LINE
     picture = _picture(question, said, processor)
     if said.heat is not None:
-        picture = lit(picture, (said.heat * STRENGTH).byte(), "darkorange")
+        picture = lit(picture, said.heat)
         note = f'orange: where it looks while it says "{said.word}"'
         pen.text((left, top + SIDE + 4), _wrapped(pen, note, small)[0], fill="gray", font=small)
     sheet.paste(picture, (left, top))
