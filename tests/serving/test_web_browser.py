@@ -132,7 +132,7 @@ def test_a_drawn_digit_is_answered(size, visit, server):
         picture = Image.open(io.BytesIO(page.request.get(before).body()))
         assert picture.size == (320, 320) and picture.convert("L").getextrema()[1] > 128
         page.get_by_label("Layer").click()
-        page.get_by_role("option", name="layer 0").click()
+        page.get_by_role("option", name=f"layer {number}").click()  # another one than before
         expect(shown).not_to_have_attribute("src", before)
     # Nothing needs scrolling to the side.
     assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
