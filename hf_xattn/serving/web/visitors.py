@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...maps.attention_maps import AttentionMaps
 from ...maps.heat import looks
 from ...processing.chat_templates import check_template
-from ...processing.image_limits import ImageLimits
-from ...processing.image_reading import read_image
+from ...processing.image_reading import open_image, read_image
 from ..chat_session import Answer, ChatSession
 
 
@@ -32,10 +31,12 @@ MAX_SIDE = 2048  # larger pictures are scaled down: no model reads more, and the
 
 def read_picture(given: str | Image) -> Image:
     """Reads the file or the drawing of a visitor. Raises a `ValueError` for anything else, or for a too large one."""
-    source: Any = Path(given) if isinstance(given, str) else given  # never an address
-    name = source.name if isinstance(given, str) else "The drawing"
+    name = Path(given).name if isinstance(given, str) else "The drawing"
     try:
-        picture = read_image(source, name, limits=ImageLimits(max_bytes=MAX_BYTES, max_pixels=MAX_PIXELS))
+        opened = open_image(Path(given), name) if isinstance(given, str) else given  # a file, never an address
+        if opened.width * opened.height > MAX_PIXELS:
+            raise ValueError(f"Expected at most {MAX_PIXELS} pixels, got {opened.width} x {opened.height}.")
+        picture = read_image(opened, name)
     except ValueError as error:
         raise ValueError(
             f"{name} cannot be read as a picture of at most {MAX_PIXELS // 10**6} megapixels. Try a PNG or JPEG file."
