@@ -145,7 +145,7 @@ def test_errors_are_told_and_survived(visitor, server, monkeypatch):
     visitor.add(drawing(0))
     with monkeypatch.context() as broken:
         broken.setattr(model, "generate", lambda **_: 1 / 0)
-        with pytest.raises(Refused) as error:
+        with pytest.raises(Refused, match="Something went wrong") as error:
             visitor.ask(TEXT)
         assert "division" not in str(error.value)
     kept = visitor.value("multimodaltextbox")

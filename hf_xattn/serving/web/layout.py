@@ -64,15 +64,17 @@ class Layout:
 
         given = [self.box, self.canvas, self.begun]
         changed = {self.chat, self.box, self.canvas, self.words, self.looked, self.begun}
-        asked = [self.box.submit(self.ask, given, changed, **IN_TURN)]
-        asked += [button.click(self._asks(text), given, changed, **IN_TURN) for text, button in ready]
+        turn = {**IN_TURN, "show_progress_on": self.chat}
+        asked = [self.box.submit(self.ask, given, changed, **turn)]
+        asked += [button.click(self._asks(text), given, changed, **turn) for text, button in ready]
         self.box.stop(self.stop, **AT_ONCE)
         self.chat.clear(self.new_chat, None, changed, cancels=asked, **AT_ONCE)
         self.canvas.clear(lambda: drawing and drawing.blank, None, self.canvas, **AT_ONCE)
         look = [self.words, self.looked]
         self.chat.select(self.choose_answer, None, look, **AT_ONCE)
-        self.words.select(self.choose_word, layer, look, **IN_TURN)
-        layer.input(self.look, layer, look, **IN_TURN)
+        turn = {**IN_TURN, "show_progress_on": self.looked}
+        self.words.select(self.choose_word, layer, look, **turn)
+        layer.input(self.look, layer, look, **turn)
 
     def ask(self, message: dict, drawn: dict | None, begun: bool, request: gr.Request) -> Iterator[dict]:
         """Asks about the files of the message and the drawing, and shows the answer so far."""
@@ -154,8 +156,10 @@ def _telling() -> Iterator[None]:
 
 
 def _told(error: Exception) -> Exception:
-    """What the visitor reads. Gradio tells nobody of an error that nobody expected, and logs it."""
-    return gr.Error(str(error), print_exception=False) if isinstance(error, ValueError) else error
+    """What the visitor reads. Gradio logs an error that nobody expected."""
+    if isinstance(error, ValueError):
+        return gr.Error(str(error), print_exception=False)
+    return gr.Error("Something went wrong on the server, which logged it. Try again.")
 
 
 def _canvas(drawing: Drawing | None) -> gr.ImageEditor:
