@@ -30,7 +30,7 @@ def drawing_for(
     made = image_processor(Image.new("RGB", (CANVAS_SIDE, CANVAS_SIDE)), return_tensors="pt")
     height, width = made["pixel_values"].shape[-2:]
     scale = max(1, round((canvas[0] / width) if canvas is not None else (CANVAS_SIDE / max(height, width))))
-    size = canvas if canvas is not None else (width * scale, height * scale)
+    size = (canvas[0], canvas[1]) if canvas is not None else (width * scale, height * scale)
     default_ink, default_paper = ("white", "black") if min(height, width) < SMALL else ("black", "white")
     blank = Image.new("RGB", size, paper or default_paper)
     return Drawing(blank, ink or default_ink, max(1.5 * scale, 0.02 * min(size)), (width, height))
