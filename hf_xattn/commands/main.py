@@ -68,7 +68,7 @@ def _is_message(error: Exception) -> bool:
     """Whether an error tells the user what is wrong. Any other is a bug, and needs its traceback."""
     if isinstance(error, (OSError, ImportError, UnicodeError, json.JSONDecodeError)):
         return True
-    if type(error).__module__.startswith("jinja2."):  # of a chat template
+    if type(error).__module__.startswith(("jinja2.", "huggingface_hub.")):  # of a chat template, or a field
         return True
     return isinstance(error, (ValueError, TypeError)) and _is_raised(error)
 

@@ -71,6 +71,9 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
     def _check_fields(self) -> None:
         """Raises a `ValueError` that names the field, the expected value and the actual value."""
 
+    def validate_output_attentions(self) -> None:
+        """Blocks return their weights with any attention implementation, so transformers' check does not apply."""
+
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args, **kwargs) -> None:
         """`PreTrainedConfig.save_pretrained`, with the stub that `auto_map` names."""
         own = references(self.model_type)

@@ -155,6 +155,6 @@ def test_the_command_alone(capsys):
     out = capsys.readouterr().out
     (commands,) = [action.choices for action in _parser()._actions if isinstance(action.choices, dict)]
     assert len(commands) == len(COMMANDS)
-    lines = [line.split(None, 1) for line in out.splitlines()]
+    words = out.split()
     for command in commands:
-        assert any(line[0] == command and len(line) == 2 for line in lines if line), command
+        assert command in words and words[words.index(command) + 1] not in commands, command

@@ -417,7 +417,7 @@ def test_rows_of_a_parquet_of_names(tmp_path):
 def test_bytes_that_are_no_picture(tmp_path):
     """Bytes that become a picture of noise, or an error that does not name the row."""
     collator = hf_xattn.XAttnDataCollator(make_processor())
-    with pytest.raises(ValueError, match="Row 0 of the batch.*4 bytes that cannot be read as an image"):
+    with pytest.raises(ValueError, match="Row 0 of the batch.*4 bytes, which cannot be read as an image"):
         collator(
             [
                 {

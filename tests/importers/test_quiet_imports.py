@@ -15,12 +15,12 @@ from tiny_mllama import make_mllama
 from tiny_models import make_text
 from transformers import AutoModelForCausalLM, MllamaForConditionalGeneration
 
-from hf_xattn.commands.answer import _chat
 from hf_xattn.commands.main import main
 from hf_xattn.commands.shared import load_model_and_images
 from hf_xattn.importers import convert_checkpoint, export_checkpoint, import_checkpoint
 from hf_xattn.importers.blocks import language_weights
 from hf_xattn.importers.kempnerforge import import_kempnerforge
+from hf_xattn.serving.chat_session import question
 
 
 def kempner(hidden_act):
@@ -113,7 +113,10 @@ def test_the_prompt_of_idefics(tmp_path):
     images = [str(tmp_path / "p.png")] * 2
     given = {"model": str(tmp_path / "ours"), "image": images, "device": "cpu", "dtype": "auto"}
     _, processor, images = load_model_and_images(argparse.Namespace(**given, trust_remote_code=False))
-    made = [_chat(processor, "w1 w2", images, 0), theirs(text=[[*images, "w1 w2"]], return_tensors="pt")]
+    asked = processor.apply_chat_template(
+        [question("w1 w2", images)], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    made = [asked, theirs(text=[[*images, "w1 w2"]], return_tensors="pt")]
     ours, expected = (processor.tokenizer.convert_ids_to_tokens(each["input_ids"][0]) for each in made)
     assert [token for token in ours if token != "<unk>"] == expected
 
