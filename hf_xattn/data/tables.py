@@ -69,24 +69,52 @@ def parquet_files(paths: list[str], names: list[str] | None = None) -> list[Tabl
             raise ValueError(f"Expected a Parquet file, got {name}, which cannot be read: {error}") from error
     if not any(footer.num_rows for footer in footers):
         return []
-    features = _features_of(datasets, footers[0].schema.to_arrow_schema())
+    alike: dict[Any, list[int]] = {}  # `datasets` would give all files the types of the first one
+    for number, footer in enumerate(footers):
+        schema = footer.schema.to_arrow_schema()
+        kind = f"{schema.remove_metadata()}", (schema.metadata or {}).get(b"huggingface")
+        alike.setdefault(kind, []).append(number)
+    tables: dict[int, Table] = {}
+    for numbers in alike.values():
+        table = _converted_parquet(datasets, [paths[number] for number in numbers], footers[numbers[0]])
+        rows = sum(footers[number].num_rows for number in numbers)
+        if isinstance(table, Exception) or len(table) != rows:
+            told = [names[number] for number in numbers]
+            found = _broken_part([paths[number] for number in numbers], told) or (
+                "Expected Parquet files, and space for a copy of them in the cache of `datasets`, got "
+                f"{', '.join(told[:3])}{', ...' * (len(told) > 3)}"
+            )
+            why = (table.__cause__ or table) if isinstance(table, Exception) else f"{len(table)} of {rows} rows"
+            raise ValueError(f"{found}: {why}") from (table if isinstance(table, Exception) else None)
+        start = 0
+        for number in numbers:
+            footer = footers[number]
+            groups = [footer.row_group(each) for each in range(footer.num_row_groups)]
+            facts = f"{footer.schema.to_arrow_schema()} {[(each.num_rows, each.total_byte_size) for each in groups]}"
+            digest = hashlib.sha256(facts.encode()).hexdigest()
+            tables[number] = Table(names[number], table, range(start, start + footer.num_rows), digest)
+            start += footer.num_rows
+    return [tables[number] for number in range(len(paths))]
+
+
+def _converted_parquet(datasets: Any, paths: list[str], footer: Any) -> Any:
+    """The table of files with the same columns, or the error that `datasets` raised."""
+    features = _features_of(datasets, footer.schema.to_arrow_schema())
+    # `datasets` knows a file by its name and its time, which a file that was written anew may share.
+    state = hashlib.sha256(repr([(os.path.abspath(path), _state(path)) for path in paths]).encode()).hexdigest()
+    cache = os.path.join(datasets.config.HF_DATASETS_CACHE, f"hf_xattn-{state}")
     files = list(map(glob.escape, paths))  # `datasets` takes them for patterns
     try:
-        table = datasets.load_dataset("parquet", data_files=files, split="train", features=features)
+        table = datasets.load_dataset("parquet", data_files=files, split="train", features=features, cache_dir=cache)
     except Exception as error:
-        found = _broken_part(paths, names) or (
-            "Expected Parquet files of the same columns, and space for a copy of them in the cache of `datasets`, got "
-            f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
-        )
-        raise ValueError(f"{found}: {error.__cause__ or error}") from error
-    tables, table, start = [], _undecoded(table), 0
-    for name, footer in zip(names, footers):
-        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
-        facts = f"{footer.schema.to_arrow_schema()} {[(each.num_rows, each.total_byte_size) for each in groups]}"
-        rows = range(start, start + footer.num_rows)
-        tables.append(Table(name, table, rows, hashlib.sha256(facts.encode()).hexdigest()))
-        start = rows.stop
-    return tables
+        return error
+    return _undecoded(table)
+
+
+def _state(path: str) -> tuple[int, ...]:
+    """Changes if a file is written, also where another program sets back its time."""
+    facts = os.stat(path)
+    return facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino
 
 
 def converted(kind: type[Table], find: Callable[[str], Iterator[str]], paths: list[str]) -> list[Any]:
@@ -95,7 +123,7 @@ def converted(kind: type[Table], find: Callable[[str], Iterator[str]], paths: li
     `datasets` keeps them in its cache until a file changes. Of several processes the first one finds, the others wait.
     """
     datasets = library()
-    states = tuple((os.stat(path).st_size, os.stat(path).st_mtime_ns, FORM) for path in paths)
+    states = tuple((*_state(path), FORM) for path in paths)
     features = datasets.Features({"file": datasets.Value("int32"), "text": datasets.Value("large_string")})
     # Of lists, `datasets` would give one part after another to the generator.
     given = {"find": find, "paths": tuple(map(os.path.abspath, paths)), "states": states}
@@ -143,10 +171,14 @@ def _features_of(datasets: Any, schema: Any) -> Any:
 
 
 def _undecoded(dataset: Any) -> Any:
-    for name, feature in dataset.features.items():
-        if (plain := _plain(feature)) != feature:
-            dataset = dataset.cast_column(name, plain)
-    return dataset.with_format(None)
+    """The same table, whose pictures and sounds are not decoded. What is stored stays, so nothing is written."""
+    features = type(dataset.features)({name: _plain(feature) for name, feature in dataset.features.items()})
+    dataset = dataset.with_format(None)
+    if features != dataset.features:  # `cast_column` would copy a column of lists of pictures
+        dataset._info = dataset.info.copy()
+        dataset._info.features = features
+        dataset._data = dataset.data.cast(features.arrow_schema)
+    return dataset
 
 
 def _plain(feature: Any) -> Any:

@@ -82,6 +82,8 @@ def _members(path: str) -> Iterator[tarfile.TarInfo]:
                         f"Expected files in {path}, got a link, {member.name}, whose content is elsewhere. Pack the "
                         "shard with `tar --dereference --hard-dereference`."
                     )
+                if member.issparse():
+                    raise ValueError(f"Expected whole files in {path}, got {member.name} with holes (`tar --sparse`).")
                 if member.isreg():
                     yield member
         except tarfile.ReadError as error:

@@ -78,19 +78,48 @@ def test_a_row_group_that_cannot_be_read(tmp_path):
 
 
 def test_parquet_files_of_different_columns(tmp_path):
-    """Rows whose columns the first file lacks, which are dropped without a word."""
+    """Columns that the first file lacks, dropped without a word; values in the type of the first file's."""
     columns = {"question": ["a ?", "b ?"], "answer": ["c", "d"]}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     pq.write_table(pa.table({**columns, "system": ["be short"] * 2}), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match="Expected Parquet files of the same columns.* got .*a.parquet, .*b.parquet"):
-        hf_xattn.load_rows(f"{tmp_path}/*.parquet")
-    for names in ("{b,a}", "{b,b}"):
-        rows = hf_xattn.load_rows(f"{tmp_path}/{names}.parquet")
-        assert [rows.where(index) for index in (1, 2)] == [
-            f"{tmp_path}/b.parquet, row 1",
-            f"{tmp_path}/{names[3]}.parquet, row 0",
-        ]
-        assert [len(row["messages"]) for row in rows] == [3, 3, *([2, 2] if names == "{b,a}" else [3, 3])]
+    pq.write_table(pa.table({**columns, "answer": [5, 6]}), tmp_path / "c.parquet")
+    pq.write_table(pa.table({**columns, "system": pa.nulls(2)}), tmp_path / "d.parquet")
+    rows = hf_xattn.load_rows(f"{tmp_path}/{{d,a,b,a}}.parquet")
+    assert [len(row["messages"]) for row in rows] == [2, 2, 2, 2, 3, 3, 2, 2]
+    assert [rows.where(index) for index in (1, 4, 7)] == [
+        f"{tmp_path}/{name}.parquet, row {place}" for name, place in (("d", 1), ("b", 0), ("a", 1))
+    ]
+    with pytest.raises(ValueError, match="c.parquet, row 0: .*'answer' must be a text"):
+        hf_xattn.load_rows(f"{tmp_path}/{{a,c}}.parquet")[2]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "array", "tar"])
+def test_a_file_that_is_written_anew(kind, tmp_path):
+    """Rows of the file that stood there before, because it has the same name, size and time."""
+    file = tmp_path / f"rows.{kind if kind != 'array' else 'json'}"
+    for number in (1, 2):
+        if kind == "parquet":
+            pq.write_table(pa.table({"question": [f"q{number}"], "answer": ["a"]}), file)
+        elif kind == "array":
+            file.write_text(json.dumps([{"question": f"q{number}", "answer": "a"}]))
+        else:
+            write_tar(file, [(None, f"q{number}", "a")])
+        os.utime(file, ns=(10**18, 10**18))
+        (row,) = hf_xattn.load_rows(file)
+        assert row["messages"][0]["content"] == f"q{number}"
+
+
+def test_nothing_is_written_into_a_saved_data_set(tmp_path):
+    """A copy of all pictures in the user's folder, or an error where it may not be written to."""
+    features = datasets.Features(
+        {"question": datasets.Value("string"), "answer": datasets.Value("string"), "images": [datasets.Image()]}
+    )
+    row = {"question": "what ?", "answer": "red", "images": [{"bytes": content("red"), "path": None}]}
+    datasets.Dataset.from_list([row], features=features).save_to_disk(str(tmp_path / "saved"))
+    before = sorted(tmp_path.rglob("*"))
+    (read,) = hf_xattn.load_rows(tmp_path / "saved")
+    assert content("red") in [part.get("image") for part in read["messages"][0]["content"]]
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_names_that_look_like_patterns(tmp_path):
