@@ -84,8 +84,9 @@ class CrossAttentionConfig(CheckedConfig):
         initializer_range (`float`, defaults to 0.02): standard deviation of the random initial weights.
 
     Raises:
-        ValueError: if a field is outside its range, if `num_key_value_heads` does not divide `num_attention_heads`, or
-            if gate and projection both start at zero (neither would learn).
+        StrictDataclassFieldValidationError: of `huggingface_hub`, if a field has a wrong type or is outside its range.
+        ValueError: for an unknown activation, gate or code of positions, if `num_key_value_heads` does not divide
+            `num_attention_heads`, or if gate and projection both start at zero (neither would learn).
     """
 
     model_type = "xattn_block"
@@ -203,7 +204,8 @@ class PerceiverConfig(CheckedConfig):
         norm_eps (`float`, defaults to 1e-5).
 
     Raises:
-        ValueError: if a field is outside its range.
+        StrictDataclassFieldValidationError: of `huggingface_hub`, if a field has a wrong type or is outside its range.
+        ValueError: for an unknown activation.
     """
 
     model_type = "xattn_perceiver"
@@ -273,6 +275,7 @@ class XAttnConfig(CheckedConfig):
         connector_bias (`bool`, defaults to `True`): biases in the `"linear"` and `"mlp"` connectors, and in `"mlp_2d"`.
 
     Raises:
+        StrictDataclassFieldValidationError: of `huggingface_hub`, if a field has a wrong type or is outside its range.
         ValueError: if layers are out of range, if the hidden size of the blocks differs from the decoder's, or
             if a setting requires another one that is missing.
     """

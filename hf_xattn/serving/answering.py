@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers.decoders import DecodeStream
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -23,6 +22,10 @@ from .stop_strings import StopAtText, StopWhenAsked, place_of_stop, shown_length
 
 if TYPE_CHECKING:
     from ..modeling_xattn import XAttnForConditionalGeneration
+
+
+UNFINISHED = "\ufffd"  # stands for the bytes of a character whose other bytes are in the next token
+LOOKS = 0.5  # seconds between two looks whether a client is still there
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,16 @@ class _Pieces(BaseStreamer):
     """Gives the text of an answer token by token. What may begin a stop string waits for the next token."""
 
     def __init__(self, tokenizer: Any, stops: list[str], give: Callable[[str], Any]):
-        self.tokenizer, self.stops, self.give = tokenizer.backend_tokenizer, stops, give
-        self.stream = DecodeStream(skip_special_tokens=True)
-        self.text, self.given, self.begun = "", 0, False
+        self.tokenizer, self.stops, self.give = tokenizer, stops, give
+        self.ids: list[int] = []
+        self.given, self.begun = "", False
 
     def put(self, value: torch.Tensor) -> None:
         if self.begun:  # what comes first is the prompt
-            for token in value.flatten().tolist():
-                self.text += self.stream.step(self.tokenizer, token) or ""
-            self._show(self.text[: shown_length(self.text, self.stops)])
+            self.ids += value.flatten().tolist()
+            text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+            if not text.endswith(UNFINISHED) and text.startswith(self.given):
+                self._show(text[: shown_length(text, self.stops)])
         self.begun = True
 
     def end(self) -> None:
@@ -58,9 +62,9 @@ class _Pieces(BaseStreamer):
         self._show(text)
 
     def _show(self, text: str) -> None:
-        if len(text) > self.given:
-            self.give(text[self.given :])
-            self.given = len(text)
+        if len(text) > len(self.given):
+            self.give(text[len(self.given) :])
+            self.given = text
 
 
 class Answering:
@@ -69,7 +73,7 @@ class Answering:
     def __init__(self, model: XAttnForConditionalGeneration, processor: Any):
         self.model, self.processor = model, processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        # The pixels of one request alone are in memory.
+        # One request is unpacked at a time.
         self._preparing, self._answering = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     async def prepare(self, asked: Asked) -> dict[str, Any]:
@@ -97,10 +101,12 @@ class Answering:
             new_tokens = min(new_tokens, longest - length)
         return {**inputs, **asked.options, "max_new_tokens": new_tokens}
 
-    async def pieces(self, asked: Asked, arguments: dict[str, Any]) -> AsyncGenerator[str | Answer, None]:
-        """Yields the text of an answer as it is generated, and at its end the whole [`Answer`].
+    async def pieces(
+        self, asked: Asked, arguments: dict[str, Any], has_left: Callable[[], Awaitable[bool]] | None = None
+    ) -> AsyncGenerator[str | Answer, None]:
+        """Yields the text of an answer as it is generated, if a stream was asked for, and at its end the [`Answer`].
 
-        Generation ends if the caller closes the iterator.
+        Generation ends if the caller closes the iterator, or if the client `has_left`.
         """
         loop, left = asyncio.get_running_loop(), threading.Event()
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
@@ -111,7 +117,15 @@ class Answering:
         done = loop.run_in_executor(self._answering, self._answer, asked, arguments, give, left)
         done.add_done_callback(lambda _: pieces.put_nowait(None))
         try:
-            while (piece := await pieces.get()) is not None:
+            while True:
+                try:
+                    piece = await asyncio.wait_for(pieces.get(), LOOKS)
+                except asyncio.TimeoutError:
+                    if has_left is not None and await has_left():
+                        return
+                    continue
+                if piece is None:
+                    break
                 yield piece
             yield done.result()
         finally:
@@ -132,7 +146,7 @@ class Answering:
                 **arguments,
                 tokenizer=self.tokenizer,
                 stopping_criteria=StoppingCriteriaList(stopping),
-                streamer=pieces if arguments.get("num_beams", 1) == 1 else None,
+                streamer=pieces if asked.stream else None,
             )
         ids = tokens[0, length:].tolist()
         text = self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -84,4 +84,5 @@ def is_public(address: str) -> bool:
             return is_public(str(inner))
         if ip in ipaddress.ip_network("64:ff9b::/96"):  # translated to IPv4 by the network
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
-    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+    is_local = isinstance(ip, ipaddress.IPv6Address) and ip.is_site_local  # `is_global` says yes to it
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or is_local)

@@ -31,10 +31,16 @@ async def open_pictures(pictures: Pictures, image_processor: Any, limits: Server
             f"Expected at most {limits.max_images} images in a request, got {len(pictures)}. Send fewer images, or "
             "raise the limit of the server: `hf-xattn serve --max-images`."
         )
-    pixels, time = 0, asyncio.get_running_loop().time
+    pixels, loaded, time = 0, 0, asyncio.get_running_loop().time
     until = time() + limits.max_seconds
     for place, part in pictures:
         source = await _content(place, part["image"], limits, until - time())
+        loaded += len(source) if isinstance(source, bytes) else 0  # a body was bounded before
+        most = limits.max_request_bytes or limits.room_for_images
+        if loaded > most:
+            raise Refused(
+                f"Expected images of at most {most} bytes in all behind web addresses, got more up to {place}."
+            )
         part["image"] = await asyncio.to_thread(_read, place, image_reading.open_image, source)
         width, height = part["image"].size
         pixels += max(width * height, resized_pixels(width, height, image_processor))

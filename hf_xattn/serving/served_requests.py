@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..processing.chat_messages import check_one_kind
+from ..processing.chat_messages import HINTS, check_one_kind
 from ..processing.chat_templates import template_variables
 from ..utils.checkpoint_files import short
 from ..utils.tensor_checks import type_name
@@ -145,9 +145,23 @@ def _read_part(part: Any, place: str) -> dict[str, Any]:
     if kind == "text":
         if not isinstance(part.get("text"), str):
             raise Refused(f"Expected `text` of {place} to be a text, got {type_name(part.get('text'))}.")
+        _check_keys(part, {"text"}, place)
         return {"type": "text", "text": part["text"]}
     address = part.get("image_url")
-    return {"type": "image", "image": address.get("url") if isinstance(address, dict) else address}
+    _check_keys(part, {"image_url"}, place)
+    if isinstance(address, dict):
+        _check_keys(address, {"url"}, f"`image_url` of {place}")
+        address = address.get("url")
+    return {"type": "image", "image": address}
+
+
+def _check_keys(part: dict[str, Any], known: set[str], place: str) -> None:
+    """Refuses what would have no effect, such as a second picture in a part."""
+    given = {key for key, value in part.items() if value is not None}
+    if unknown := sorted(given - known - {"type", *HINTS}):
+        raise Refused(
+            f"Expected {sorted(known)} in {place}, got {', '.join(map(short, unknown))}, too, which nobody reads."
+        )
 
 
 def _variables(given: dict[str, Any], processor: Any) -> dict[str, Any]:
@@ -177,7 +191,8 @@ def _options(body: dict[str, Any], limits: ServerLimits, own: Any) -> tuple[dict
     options |= {field: float(options[field]) for field in FLOATS if field in options}
     if body.get("logit_bias"):
         options["sequence_bias"] = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
-    if options.get("num_beams", 1) > 1 and body.get("stream"):
+    options.setdefault("num_beams", min(own.num_beams or 1, limits.max_beams))
+    if options["num_beams"] > 1 and body.get("stream"):
         raise Refused("Expected `num_beams` of 1 with `stream`: beams have no answer before the end.")
     lengths = (body.get("max_completion_tokens"), body.get("max_tokens"), options.get("max_new_tokens"))
     default = min(max(own.max_new_tokens or 0, DEFAULT_LENGTH), limits.max_new_tokens)
@@ -220,6 +235,11 @@ def _number(low: float, high: float, whole: bool = False) -> Check:
     return check
 
 
+def _temperature(value: Any) -> str | None:
+    """A smaller number makes logits that are infinite."""
+    return None if value == 0 and not isinstance(value, bool) else _number(0.001, 2)(value) and "0, or from 0.001 to 2"
+
+
 def _flag(value: Any) -> str | None:
     return None if isinstance(value, bool) else "true or false"
 
@@ -257,7 +277,9 @@ def _stops(value: Any) -> str | None:
 def _biases(vocab_size: int) -> Check:
     def check(value: Any) -> str | None:
         fits = isinstance(value, dict) and len(value) <= MOST_BIASES
-        known = fits and all(key.isascii() and key.isdigit() and int(key[:20]) < vocab_size for key in value)
+        known = fits and all(
+            key.isascii() and key.isdigit() and len(key) <= 20 and int(key) < vocab_size for key in value
+        )
         if known and not any(map(_number(-100, 100), value.values())):
             return None
         return f"an object of at most {MOST_BIASES} token ids below {vocab_size} and numbers from -100 to 100"
@@ -273,7 +295,7 @@ def _body_fields(limits: ServerLimits, vocab_size: int) -> dict[str, Check]:
         "messages": _any,
         "max_tokens": tokens,
         "max_completion_tokens": tokens,
-        "temperature": _number(0, 2),
+        "temperature": _temperature,
         "top_p": _number(0, 1),
         "seed": _number(-(2**63), 2**63 - 1, whole=True),
         "stop": _stops,
@@ -295,7 +317,7 @@ def _config_fields(limits: ServerLimits) -> dict[str, Check]:
         "do_sample": _flag,
         "early_stopping": _early_stopping,
         "length_penalty": _number(-10, 10),
-        "temperature": _number(0, 2),
+        "temperature": _temperature,
         "top_k": _number(0, 10**6, whole=True),
         "top_p": share,
         "min_p": share,

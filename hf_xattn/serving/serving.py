@@ -73,15 +73,14 @@ def build_app(
         try:
             asked = read_request(body, name, model, processor, limits)
             await open_pictures(asked.images, getattr(processor, "image_processor", None), limits)
-            pieces = answering.pieces(asked, await answering.prepare(asked))
+            prepared = await answering.prepare(asked)
             if asked.stream:
+                pieces = answering.pieces(asked, prepared)
                 return StreamingResponse(_events(pieces, asked, name), media_type="text/event-stream")
-            async with contextlib.aclosing(pieces):
+            async with contextlib.aclosing(answering.pieces(asked, prepared, request.is_disconnected)) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, Answer):
                         return JSONResponse(_completion(piece, name))
-                    if await request.is_disconnected():
-                        break
         except Exception as error:
             raise HTTPException(*told(error)) from error
         return Response(status_code=499)  # to nobody

@@ -213,7 +213,7 @@ def test_redirects_are_checked(public_ones, pages, monkeypatch):
     [
         ("8.8.8.8", True), ("2606:4700::1111", True), ("127.0.0.1", False), ("10.1.2.3", False), ("172.16.0.1", False), ("192.168.1.1", False),  # noqa: E501
         ("169.254.169.254", False), ("100.64.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False), ("255.255.255.255", False), ("::1", False),  # noqa: E501
-        ("fe80::1", False), ("fc00::1", False), ("::ffff:10.0.0.1", False), ("::ffff:8.8.8.8", True), ("64:ff9b::a00:1", False),  # noqa: E501
+        ("fe80::1", False), ("fec0::1", False), ("fc00::1", False), ("::ffff:10.0.0.1", False), ("::ffff:8.8.8.8", True), ("64:ff9b::a00:1", False),  # noqa: E501
         ("2002:7f00:1::", False),
     ],
 )  # fmt: skip

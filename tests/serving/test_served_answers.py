@@ -64,7 +64,7 @@ WRONG_CONFIGS = {
     "do_sample": [1, "yes"],
     "early_stopping": ["always", 3],
     "length_penalty": [11, -11, "a"],
-    "temperature": [2.5, -1, "hot", True, 10**400],
+    "temperature": [2.5, -1, "hot", True, 10**400, 1e-45],
     "top_k": [-1, 2.5, 10**9],
     "top_p": [5, -0.1],
     "min_p": [5],
@@ -132,6 +132,19 @@ def test_values_within_bounds(served):
     check_refused(post(served, body_of(stream=True, **config(num_beams=2))), "num_beams", "stream")
 
 
+def test_a_model_that_searches_with_beams_by_itself(served, monkeypatch):
+    """A refusal of every request, or more beams than the operator allows."""
+    monkeypatch.setattr(served.model.generation_config, "num_beams", 2)
+    body = {"messages": [USER], **config(do_sample=False, max_new_tokens=9)}
+    text = post(served, body).json()["choices"][0]["message"]["content"]
+    assert text == expected(served, num_beams=2, max_new_tokens=9)
+    check_refused(post(served, {**body, "stream": True}), "num_beams", "stream")
+    monkeypatch.setattr(served.model.generation_config, "num_beams", 100)
+    assert post(served, body).json()["choices"][0]["message"]["content"] == expected(
+        served, num_beams=3, max_new_tokens=9
+    )
+
+
 def expected(served, **options):
     from chat_models import answer, question
 
@@ -146,7 +159,7 @@ def test_the_default_length(served):
 
 
 SAMPLING = {
-    "temperature": [2.5, -1, "0.5", True, [1]],
+    "temperature": [2.5, -1, "0.5", True, [1], 1e-45],
     "top_p": [5, -1, "a", {}],
     "seed": ["a", 2**70, 1.5, -(2**64)],
 }

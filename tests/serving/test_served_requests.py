@@ -1,17 +1,23 @@
 """Requests that would make `hf-xattn serve` read files of its machine, or ask its own network."""
 
 import http.server
+import random
 import threading
 
 import pytest
+import torch
 from chat_models import data_url, drawing, make_chat_model
 from huggingface_hub.utils import httpx
 from PIL import Image
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 from model_server import Served
+
+from hf_xattn.serving.answering import _Pieces
 
 
 TEXT = {"type": "text", "text": "what is in the picture ?"}
@@ -134,3 +140,38 @@ def test_a_size_that_nothing_obeys(client, name):
     for part in ({**image(url), name: 28}, {"type": "image_url", "image_url": {"url": url, name: 28}}):
         answer = _post(client, chat(part))
         assert answer.status_code == 400 and f"without `{name}`, which is not obeyed" in answer.text, answer.text
+
+
+def test_what_nobody_reads_in_a_part(client):
+    """A second picture of a part, of which nothing is said."""
+    url = data_url(drawing(1))
+    other = data_url(drawing(2))
+    for part, name in (
+        ({**image(url), "image": other}, "image"),
+        ({"type": "image_url", "image_url": {"url": url, "path": other}}, "path"),
+        ({"type": "text", "text": "hi", "image_url": {"url": url}}, "image_url"),
+        ({**image(url), "foo": 3}, "foo"),
+    ):
+        answer = _post(client, chat(part))
+        assert answer.status_code == 400 and name in answer.text, answer.text
+
+
+def test_a_stream_of_broken_characters():
+    """Bytes that never become a character: an error in place of an answer, or text that is lost or comes twice."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in (0x0A, 0xF0, 0x9F, 0x98, 0x80)), "a", "b"]
+    model = models.BPE({piece: number for number, piece in enumerate(pieces)}, [], byte_fallback=True)
+    backend = Tokenizer(model)
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    draw = random.Random(0)
+    broken = [1, 2, 3, 6]
+    for ids in (broken, [2, 3, 4, 5, 6, 7], *([draw.randrange(1, 8) for _ in range(8)] for _ in range(200))):
+        given = []
+        stream = _Pieces(tokenizer, [], given.append)
+        stream.put(torch.tensor([[6, 6]]))  # the prompt
+        for token in ids:
+            stream.put(torch.tensor([token]))
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+        stream.finish(whole)
+        shown = "".join(given)  # a line break that was shown may become part of the bytes that are no character
+        assert len(shown) == len(whole) and (shown == whole or "\ufffd" in whole)
