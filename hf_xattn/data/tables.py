@@ -172,13 +172,13 @@ def _features_of(datasets: Any, schema: Any) -> Any:
 
 def _undecoded(dataset: Any) -> Any:
     """The same table, whose pictures and sounds are not decoded. What is stored stays, so nothing is written."""
-    features = type(dataset.features)({name: _plain(feature) for name, feature in dataset.features.items()})
-    dataset = dataset.with_format(None)
-    if features != dataset.features:  # `cast_column` would copy a column of lists of pictures
-        dataset._info = dataset.info.copy()
-        dataset._info.features = features
-        dataset._data = dataset.data.cast(features.arrow_schema)
-    return dataset
+    datasets = library()
+    features = datasets.Features({name: _plain(feature) for name, feature in dataset.features.items()})
+    if features != dataset.features:  # `cast_column` would write a column of lists of pictures anew
+        assert len(dataset.data) == len(dataset)  # of files, where no rows are selected
+        info = datasets.DatasetInfo(features=features)
+        dataset = datasets.Dataset(dataset.data.cast(features.arrow_schema), info=info, fingerprint="undecoded")
+    return dataset.with_format(None)
 
 
 def _plain(feature: Any) -> Any:
