@@ -203,7 +203,6 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                 lacks first values, and warn of them. An empty `state_dict` asks for a model of first values.
 
         Raises:
-            TypeError: for an `allow_missing_weights` that is no bool.
             ValueError: for a folder in which a save was cut off; with a configuration that no model has; with files
                 that are damaged, lie elsewhere or are pickled; with weights missing; or saved by another class. For a
                 base that is gone or of another shape. With a loaded text model, for a folder that changes its weights.

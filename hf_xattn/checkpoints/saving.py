@@ -86,7 +86,7 @@ class XAttnSavingMixin(Model):
                 connector and gate.
 
         Raises:
-            TypeError: for `adapter_only` or `with_code` of another type, or misspelt.
+            TypeError: for a misspelt argument.
             ValueError: before anything is written: for a folder that is a file, or holds something that would be loaded
                 instead; for a model with layers of a `PeftModel`, with a part of the caller's own class, or with
                 settings changed since it was built; and with `adapter_only` for a base without a name or a checkpoint.

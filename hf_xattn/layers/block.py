@@ -109,7 +109,6 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
             allow_missing_weights (`bool`, defaults to `False`): give missing weights first values, and warn of them.
 
         Raises:
-            TypeError: for an `allow_missing_weights` that is no bool.
             ValueError: for a checkpoint with weights missing, and for one of another class.
         """
         loaded: Any = super().from_pretrained(*args, **kwargs)

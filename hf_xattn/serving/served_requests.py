@@ -160,7 +160,8 @@ def _check_keys(part: dict[str, Any], known: set[str], place: str) -> None:
     given = {key for key, value in part.items() if value is not None}
     if unknown := sorted(given - known - {"type", *HINTS}):
         raise Refused(
-            f"Expected {sorted(known)} in {place}, got {', '.join(map(short, unknown))}, too, which nobody reads."
+            f"Expected nothing beside {sorted(known)} in {place}, got {', '.join(map(short, unknown))}, which this server "
+            "does not read."
         )
 
 
