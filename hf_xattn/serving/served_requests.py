@@ -159,10 +159,8 @@ def _check_keys(part: dict[str, Any], known: set[str], place: str) -> None:
     """Refuses what would have no effect, such as a second picture in a part."""
     given = {key for key, value in part.items() if value is not None}
     if unknown := sorted(given - known - {"type", *HINTS}):
-        raise Refused(
-            f"Expected nothing beside {sorted(known)} in {place}, got {', '.join(map(short, unknown))}, which this server "
-            "does not read."
-        )
+        got = ", ".join(map(short, unknown))
+        raise Refused(f"Expected nothing beside {sorted(known)} in {place}, got {got}, which this server does not read.")
 
 
 def _variables(given: dict[str, Any], processor: Any) -> dict[str, Any]:
