@@ -160,7 +160,7 @@ def _check_keys(part: dict[str, Any], known: set[str], place: str) -> None:
     given = {key for key, value in part.items() if value is not None}
     if unknown := sorted(given - known - {"type", *HINTS}):
         got = ", ".join(map(short, unknown))
-        raise Refused(f"Expected nothing beside {sorted(known)} in {place}, got {got}, which this server does not read.")
+        raise Refused(f"Expected nothing beside {sorted(known)} in {place}, got {got}, which the server does not read.")
 
 
 def _variables(given: dict[str, Any], processor: Any) -> dict[str, Any]:
