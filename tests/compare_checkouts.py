@@ -106,9 +106,9 @@ def pictures(rows: int = 2, images: int = 1, seed: int = 4):
 def build(model_type: str = "llama", dtype: str = "float32", **options: Any):
     """A model whose blocks, connector and text model have strong random weights."""
     import torch
-    from tiny_architectures import tiny_config
     from transformers import AutoModelForCausalLM, SiglipVisionConfig
 
+    from helpers.models.tiny_architectures import tiny_config
     from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 
     torch.manual_seed(0)
@@ -322,7 +322,7 @@ def case_small_folders(record: Record, name: str) -> None:
 
     whole = build()
     torch.manual_seed(5)
-    from tiny_architectures import tiny_config
+    from helpers.models.tiny_architectures import tiny_config
 
     AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained("text")
     SiglipVisionModel(whole.config.vision_config).save_pretrained("tower")
@@ -344,8 +344,7 @@ def case_small_folders(record: Record, name: str) -> None:
 
 def case_chat(record: Record, name: str) -> None:
     """Templates, processor, collator, and two turns of a chat."""
-    from chat_templates import SEEING, TEXT_TEMPLATES, image, make_processor, text
-
+    from helpers.inputs.chat_templates import SEEING, TEXT_TEMPLATES, image, make_processor, text
     from hf_xattn import XAttnDataCollator
 
     talk = [
@@ -389,7 +388,7 @@ CASES: dict[str, tuple[Callable[[Record, str], None], tuple[str, ...]]] = {
 
 def run(checkout: Path, output: Path, only: str) -> None:
     """Runs all cases with the package of a checkout, and writes what they record."""
-    sys.path[:0] = [str(checkout), str(HERE / "tests" / "helpers"), str(HERE / "examples")]
+    sys.path[:0] = [str(checkout), str(HERE / "tests"), str(HERE / "examples")]
     import torch
     import transformers
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 
-HELPERS = Path(__file__).parent / "helpers"
-EXAMPLES = Path(__file__).parents[1] / "examples"
+TESTS = Path(__file__).parent
+EXAMPLES = TESTS.parent / "examples"
 # Two folders have a `train_tower`: a test imports that of the garments.
 NAMES = ("benchmarks", "digits", "garments", "photos", "scenes")
-sys.path[:0] = [str(folder) for folder in (HELPERS, EXAMPLES, *(EXAMPLES / name for name in NAMES))]
-pytest.register_assert_rewrite(*(path.stem for path in HELPERS.glob("*.py")))  # a failed assert shows its values
+sys.path[:0] = [str(folder) for folder in (TESTS, EXAMPLES, *(EXAMPLES / name for name in NAMES))]
+pytest.register_assert_rewrite("helpers")  # a failed assert shows its values
 
-import tiny_models  # noqa: E402, F401  # no network, one thread: set before a test imports transformers
+# No network, one thread: this is set before a test imports transformers.
+from helpers.models import tiny_models  # noqa: E402, F401
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def _warnings_come_again():
 @pytest.fixture
 def vision(tmp_path):
     """A saved vision tower."""
-    from saved_models import make_vision
+    from helpers.models.saved_models import make_vision
 
     return make_vision(tmp_path / "vision")
 
@@ -44,7 +45,7 @@ def vision(tmp_path):
 @pytest.fixture
 def registered_decoder():
     """The decoder of `custom_decoder.py` in transformers' Auto classes, as a user's session puts it there."""
-    from checkpoints_with_code import registered
+    from helpers.models.checkpoints_with_code import registered
 
     with registered():
         yield
@@ -53,7 +54,7 @@ def registered_decoder():
 @pytest.fixture
 def checkpoints(tmp_path, monkeypatch):
     """A folder with a text-only and a vision checkpoint that bring their code."""
-    from checkpoints_with_code import save_text_and_vision
+    from helpers.models.checkpoints_with_code import save_text_and_vision
 
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     save_text_and_vision(tmp_path)
@@ -63,7 +64,7 @@ def checkpoints(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def chat_folder(tmp_path_factory):
     """A saved model with a processor and a chat template."""
-    from chat_models import make_chat_model
+    from helpers.models.chat_models import make_chat_model
 
     return make_chat_model(tmp_path_factory.mktemp("chat"))
 
@@ -71,7 +72,7 @@ def chat_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder with the checkpoints `text` and `vision`, the picture `picture.png`, and the retrofitted `model`."""
-    from command_runs import save_for_commands
+    from helpers.processes.command_runs import save_for_commands
 
     return save_for_commands(tmp_path_factory.mktemp("commands"))
 
@@ -79,7 +80,7 @@ def saved(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(chat_folder):
     """A running server of the model in `chat_folder`."""
-    from model_server import Served
+    from helpers.processes.model_server import Served
 
     served = Served(chat_folder, "seeing")
     yield served

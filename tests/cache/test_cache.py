@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny_models import make_model, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn.cache.cross_cache import CrossAttentionLayer, CrossCache
 from hf_xattn.cache.image_cache import ImageCache
 from hf_xattn.utils.transformers_api import CACHE

@@ -8,7 +8,8 @@ seed alone: `pytest tests/cache/test_cache_fuzz.py -k seed_00123`; thousands mor
 from __future__ import annotations
 
 import pytest
-from random_talks import THEMES, check
+
+from helpers.conversations.random_talks import THEMES, check
 
 
 NUM_QUICK, NUM_SLOW = 120, 5280

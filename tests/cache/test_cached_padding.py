@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cached_talk import Talk
-from conversations import mask_inputs
-from random_talks import CHAT, add_text, cached, check
+
+from helpers.conversations.cached_talk import Talk
+from helpers.conversations.conversations import mask_inputs
+from helpers.conversations.random_talks import CHAT, add_text, cached, check
 
 
 def bring_back_padding(talk: Talk) -> None:

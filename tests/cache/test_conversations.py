@@ -3,11 +3,12 @@
 import random
 
 import pytest
-from conversations import MARKER, Image, Row, beside_a_cache
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
 )
+
+from helpers.conversations.conversations import MARKER, Image, Row, beside_a_cache
 
 
 def row(rule: str, *real: bool) -> Row:

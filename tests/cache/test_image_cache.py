@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from image_stores import damaged
 from safetensors.torch import save_file
-from tiny_decoders import make_tiny
-from tiny_models import make_model, pixels, randomize, token_ids, vision_config
 from transformers import SiglipVisionModel
 
+from helpers.inputs.image_stores import damaged
+from helpers.models.tiny_decoders import make_tiny
+from helpers.models.tiny_models import make_model, pixels, randomize, token_ids, vision_config
 from hf_xattn import XAttnForConditionalGeneration, retrofit
 from hf_xattn.cache import image_cache
 from hf_xattn.cache.image_cache import select_images

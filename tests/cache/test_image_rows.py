@@ -4,16 +4,16 @@ each of them.
 
 import functools
 
-import own_parts
 import pytest
 import torch
 import torch.distributed as dist
-from gradient_checks import assert_same_outputs, outputs_and_gradients, without_dropout
-from marked_models import MARKER, fresh_cache
-from tiny_decoders import make_tiny, retrofitted
-from tiny_models import make_model, pixels, randomize, token_ids
 from torch.nn.parallel import DistributedDataParallel
 
+from helpers.models import own_parts
+from helpers.models.marked_models import MARKER, fresh_cache
+from helpers.models.tiny_decoders import make_tiny, retrofitted
+from helpers.models.tiny_models import make_model, pixels, randomize, token_ids
+from helpers.references.gradient_checks import assert_same_outputs, outputs_and_gradients, without_dropout
 from hf_xattn import freeze_base
 from hf_xattn.utils.transformers_api import CACHE
 

@@ -7,14 +7,14 @@ import pickle
 
 import pytest
 import torch
-from compiled_models import compiled, counting_backend
-from exported_models import decode_both_ways, export, needs_exporters, small
-from image_stores import MODELS, Counted, asked, assert_same
-from int8_rounding import both
-from marked_models import MARKER, RULES, close, fresh_cache, generate, marked
-from tiny_models import make_model, make_text, pixels, token_ids
 from transformers.cache_utils import DynamicCache, StaticCache
 
+from helpers.inputs.image_stores import MODELS, Counted, asked, assert_same
+from helpers.models.compiled_models import compiled, counting_backend
+from helpers.models.exported_models import decode_both_ways, export, needs_exporters, small
+from helpers.models.marked_models import MARKER, RULES, close, fresh_cache, generate, marked
+from helpers.models.tiny_models import make_model, make_text, pixels, token_ids
+from helpers.references.int8_rounding import both
 from hf_xattn import attention_maps
 from hf_xattn.cache.image_cache import ImageCache, select_images
 from hf_xattn.storage.image_files import combine_images, load_image_cache, save_image_cache

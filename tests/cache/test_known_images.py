@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from marked_models import MARKER, close, marked, states_of
-from tiny_models import make_model, pixels, token_ids
 
+from helpers.models.marked_models import MARKER, close, marked, states_of
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn.storage.image_files import combine_images
 from hf_xattn.utils.transformers_api import CACHE
 

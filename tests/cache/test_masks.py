@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from marked_models import MARKER, RULES, close, generate, marked, sees_of, states_of
-from tiny_models import make_model, make_text, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
+from helpers.models.marked_models import MARKER, RULES, close, generate, marked, sees_of, states_of
+from helpers.models.tiny_models import make_model, make_text, pixels, token_ids
 from hf_xattn.utils.transformers_api import CACHE
 
 

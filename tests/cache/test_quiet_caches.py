@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from tiny_models import make_model, make_text, pixels, randomize, strengthen, token_ids, vision_config
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 from transformers.utils.logging import warning_once
 
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, strengthen, token_ids, vision_config
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.cache.digests import digest
 from hf_xattn.cache.image_cache import select_images

@@ -2,13 +2,13 @@
 changes nothing.
 """
 
-import own_parts
 import pytest
 import torch
-from marked_models import MARKER, fresh_cache
-from tiny_mllama import TILED, make_mllama
-from tiny_models import make_model, pixels, token_ids
 
+from helpers.models import own_parts
+from helpers.models.marked_models import MARKER, fresh_cache
+from helpers.models.tiny_mllama import TILED, make_mllama
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn.importers import import_checkpoint
 from hf_xattn.utils.transformers_api import CACHE
 

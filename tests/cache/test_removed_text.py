@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from tiny_models import make_model, pixels, token_ids
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn.cache.image_cache import select_images
 from hf_xattn.cache.xattn_cache import XAttnCache
 from hf_xattn.storage.image_files import combine_images

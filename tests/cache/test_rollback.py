@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from marked_models import MARKER, close, fresh_cache, marked, state_space
-from tiny_models import pixels, token_ids
 from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, EncoderDecoderCache, QuantizedLayer, StaticCache
+
+from helpers.models.marked_models import MARKER, close, fresh_cache, marked, state_space
+from helpers.models.tiny_models import pixels, token_ids
 
 
 class Interrupted(KeyboardInterrupt):

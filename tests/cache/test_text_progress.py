@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from marked_models import MARKER, close, marked
-from tiny_models import pixels, token_ids
 
+from helpers.models.marked_models import MARKER, close, marked
+from helpers.models.tiny_models import pixels, token_ids
 from hf_xattn.utils.transformers_api import CACHE
 
 

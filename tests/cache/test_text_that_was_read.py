@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from gradient_checks import checkpoint_activations
-from tiny_decoders import make_tiny, retrofitted
-from tiny_models import make_model, pixels, token_ids
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
+from helpers.models.tiny_decoders import make_tiny, retrofitted
+from helpers.models.tiny_models import make_model, pixels, token_ids
+from helpers.references.gradient_checks import checkpoint_activations
 from hf_xattn import freeze_base
 from hf_xattn.utils.transformers_api import CACHE
 

@@ -8,11 +8,11 @@ import shutil
 
 import pytest
 import transformers
-from hostile_inputs import edit_json, setting
-from saved_models import ADDED, make, make_base, same_model
-from tiny_models import make_text, randomize
 from transformers import AutoModel, AutoModelForImageTextToText, ResNetConfig
 
+from helpers.inputs.hostile_inputs import edit_json, setting
+from helpers.models.saved_models import ADDED, make, make_base, same_model
+from helpers.models.tiny_models import make_text, randomize
 from hf_xattn import retrofit
 from hf_xattn.checkpoints.folders import MANIFEST
 

@@ -6,13 +6,13 @@ import pickle
 import pytest
 import torch
 import transformers
-from quantized_bases import METHODS, quantization
-from quantized_bases import folder as quantized_folder
-from saved_models import make, make_base
-from tiny_models import pixels, randomize, token_ids
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
+from helpers.models.quantized_bases import METHODS, quantization
+from helpers.models.quantized_bases import folder as quantized_folder
+from helpers.models.saved_models import make, make_base
+from helpers.models.tiny_models import pixels, randomize, token_ids
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel, lora_targets, remove_blocks, retrofit
 from hf_xattn.cache.image_cache import select_images
 from hf_xattn.utils.transformers_api import CACHE

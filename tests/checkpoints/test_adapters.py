@@ -10,12 +10,6 @@ import sys
 import pytest
 import torch
 import transformers
-import warm_processes
-from checkout import ROOT
-from checkpoints_with_code import make_custom
-from saved_models import ADDED, logits_of, make, make_base, names_in, same_model
-from tiny_mllama import make_mllama
-from tiny_models import TEXT_CONFIGS, make_text, pixels, randomize, token_ids, vision_config
 from transformers import (
     AutoModel,
     AutoModelForImageTextToText,
@@ -24,6 +18,12 @@ from transformers import (
     MllamaVisionModel,
 )
 
+from helpers.checkout import ROOT
+from helpers.models.checkpoints_with_code import make_custom
+from helpers.models.saved_models import ADDED, logits_of, make, make_base, names_in, same_model
+from helpers.models.tiny_mllama import make_mllama
+from helpers.models.tiny_models import TEXT_CONFIGS, make_text, pixels, randomize, token_ids, vision_config
+from helpers.processes import warm_processes
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit
 from hf_xattn.checkpoints.folders import MANIFEST, WEIGHTS
 

@@ -1,12 +1,12 @@
 """Model cards of runs with an optimizer, a schedule or a best checkpoint of their own."""
 
 import torch
-from card_reading import card_of, rows_of
-from collator_rows import LONG, QUESTION
-from template_models import CHATML, make_chat_model, make_processor, picture
 from transformers import Trainer, TrainingArguments
 
 import hf_xattn
+from helpers.inputs.collator_rows import LONG, QUESTION
+from helpers.models.template_models import CHATML, make_chat_model, make_processor, picture
+from helpers.references.card_reading import card_of, rows_of
 from hf_xattn.checkpoints.model_card import write_model_card
 
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from tiny_models import make_model, pixels, token_ids
 from transformers import AutoModelForImageTextToText
 
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn import XAttnForConditionalGeneration, register_connector, register_gate
 from hf_xattn.utils.parts import CONNECTORS, GATES
 

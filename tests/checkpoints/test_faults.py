@@ -6,14 +6,14 @@ import os
 
 import pytest
 import torch
-from killed_saves import at_moments
 from safetensors import safe_open
-from saved_models import make_base, make_vision, same_model
 from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
-from tiny_mllama import make_mllama
-from tiny_models import make_model, pixels, randomize
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from helpers.models.saved_models import make_base, make_vision, same_model
+from helpers.models.tiny_mllama import make_mllama
+from helpers.models.tiny_models import make_model, pixels, randomize
+from helpers.processes.killed_saves import at_moments
 from hf_xattn import retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.storage.image_files import load_image_cache, save_image_cache

@@ -10,9 +10,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from foreign_blocks import kempner_block_state
-from tiny_gguf import CHAT_TEMPLATE, write_gguf
-from tiny_models import make_text, needs_part, pixels, randomize, vision_config
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -26,6 +23,9 @@ from transformers import (
 )
 
 import hf_xattn
+from helpers.models.foreign_blocks import kempner_block_state
+from helpers.models.tiny_gguf import CHAT_TEMPLATE, write_gguf
+from helpers.models.tiny_models import make_text, needs_part, pixels, randomize, vision_config
 from hf_xattn import XAttnForConditionalGeneration, freeze_base, retrofit
 from hf_xattn.checkpoints import gguf_files
 from hf_xattn.checkpoints.bases import load_text, load_vision

@@ -9,13 +9,13 @@ import zipfile
 
 import pytest
 import torch
-from hostile_inputs import Runs, edit_json, fresh, is_ours, setting
 from safetensors.torch import load_file, save_file
-from tiny_mllama import make_mllama
-from tiny_models import make_model, make_text, vision_config
 from transformers import AutoModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
+from helpers.inputs.hostile_inputs import Runs, edit_json, fresh, is_ours, setting
+from helpers.models.tiny_mllama import make_mllama
+from helpers.models.tiny_models import make_model, make_text, vision_config
 from hf_xattn import XAttnForConditionalGeneration, retrofit
 from hf_xattn.importers import convert_checkpoint
 from hf_xattn.importers.blocks import read_state_dict

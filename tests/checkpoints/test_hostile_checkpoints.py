@@ -7,16 +7,16 @@ import shutil
 import subprocess
 import sys
 
-import hostile_inputs as hostile
 import pytest
 import torch
-from checkout import HELPERS
-from hostile_inputs import REFUSED, SAME, fresh, is_ours, mark_of
 from safetensors.torch import load_file, save_file
-from tiny_decoders import make_tiny
-from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
+from helpers.checkout import TESTS
+from helpers.inputs import hostile_inputs as hostile
+from helpers.inputs.hostile_inputs import REFUSED, SAME, fresh, is_ours, mark_of
+from helpers.models.tiny_decoders import make_tiny
+from helpers.models.tiny_models import make_model
 from hf_xattn import XAttnForConditionalGeneration, retrofit
 from hf_xattn.utils.config_checks import check_fields
 
@@ -104,7 +104,7 @@ def test_auto_classes_run_no_code(saved, tmp_path, group):
 def test_memory_and_time_stay_bounded():
     """Sizes that are asked for before they are checked: a terabyte, or a loop that never ends."""
     result = subprocess.run(
-        [sys.executable, HELPERS / "hostile_memory.py"], capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "helpers.inputs.hostile_memory"], cwd=TESTS, capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
 

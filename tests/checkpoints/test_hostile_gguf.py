@@ -13,9 +13,8 @@ import torch
 
 
 gguf = pytest.importorskip("gguf")
-from hostile_inputs import is_ours  # noqa: E402
-from tiny_gguf import write_gguf  # noqa: E402
-
+from helpers.inputs.hostile_inputs import is_ours  # noqa: E402
+from helpers.models.tiny_gguf import write_gguf  # noqa: E402
 from hf_xattn import retrofit  # noqa: E402
 from hf_xattn.utils.transformers_api import NEWEST, is_before  # noqa: E402
 

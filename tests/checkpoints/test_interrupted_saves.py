@@ -1,11 +1,11 @@
 """Folders in which a save was cut off while its files took their places: every way of loading refuses them."""
 
 import pytest
-from saved_models import make_base
-from tiny_models import make_model
 from transformers import AutoModelForImageTextToText
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
+from helpers.models.saved_models import make_base
+from helpers.models.tiny_models import make_model
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, remove_blocks, retrofit
 from hf_xattn.importers.conversion import read_headers
 from hf_xattn.utils.whole_folder import MARKER

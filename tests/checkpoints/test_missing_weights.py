@@ -8,9 +8,6 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from template_models import save_chat_model
-from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
-from training_examples import MIXED, write_examples
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -21,6 +18,9 @@ from transformers import (
 )
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
+from helpers.inputs.training_examples import MIXED, write_examples
+from helpers.models.template_models import save_chat_model
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit
 from hf_xattn.checkpoints.folders import MANIFEST, WEIGHTS
 from hf_xattn.commands.main import main

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from card_reading import card_of, rows_of
-from chat_models import make_chat_model
-from checkout import ROOT
 from huggingface_hub import ModelCard
-from template_models import CHATML, make_processor, make_tokenizer
-from template_models import make_chat_model as make_templated
-from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
-from tiny_towers import ANY_SIZE
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer, TrainingArguments
 from transformers.utils import hub
 
+from helpers.checkout import ROOT
+from helpers.models.chat_models import make_chat_model
+from helpers.models.template_models import CHATML, make_processor, make_tokenizer
+from helpers.models.template_models import make_chat_model as make_templated
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
+from helpers.models.tiny_towers import ANY_SIZE
+from helpers.references.card_reading import card_of, rows_of
 from hf_xattn import demo, retrofit
 from hf_xattn.checkpoints.model_card import example_questions, write_model_card
 from hf_xattn.commands.main import main

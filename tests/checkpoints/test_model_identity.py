@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from marked_models import generate
-from tiny_models import make_model, pixels, randomize, token_ids
 
+from helpers.models.marked_models import generate
+from helpers.models.tiny_models import make_model, pixels, randomize, token_ids
 from hf_xattn.checkpoints import model_identity
 from hf_xattn.checkpoints.model_identity import ModelIdentity, tower_identity
 from hf_xattn.configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
@@ -22,6 +21,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from hf_xattn import (
     CrossAttentionConfig,
     GatedCrossAttentionBlock,

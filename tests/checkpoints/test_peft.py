@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from quantized_bases import EXPECTED, METHODS, folder, parts_of, quantization
-from tiny_models import make_model, pixels, token_ids
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils.logging import warning_once
 
+from helpers.models.quantized_bases import EXPECTED, METHODS, folder, parts_of, quantization
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn import XAttnForConditionalGeneration, added_modules, lora_targets, retrofit
 from hf_xattn.utils.transformers_api import has
 

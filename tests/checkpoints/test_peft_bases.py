@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hostile_inputs import edit_json, setting
-from tiny_models import make_model, token_ids
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
+from helpers.inputs.hostile_inputs import edit_json, setting
+from helpers.models.tiny_models import make_model, token_ids
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.checkpoints.folders import find_peft
 

@@ -5,8 +5,9 @@ import re
 
 import pytest
 import torch
-from checkout import EXAMPLES
-from tiny_models import VOCAB_SIZE, make_model, pixels, token_ids
+
+from helpers.checkout import EXAMPLES
+from helpers.models.tiny_models import VOCAB_SIZE, make_model, pixels, token_ids
 
 
 peft = pytest.importorskip("peft")

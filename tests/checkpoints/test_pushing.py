@@ -7,10 +7,10 @@ import shutil
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.utils import hub
 
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from hf_xattn import retrofit
 
 

@@ -3,16 +3,24 @@
 import copy
 import json
 
-import own_parts  # noqa: F401  # registers them
 import pytest
 import torch
-from command_runs import FAST, run_training
-from quantized_bases import EXPECTED, METHODS, folder, parts_of, quantization, quantized_retrofit, quantized_text
-from template_models import CHATML, make_chat_model, make_processor
-from tiny_models import make_model, pixels, randomize, token_ids
-from training_examples import CAPTIONS, write_examples
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
+from helpers.inputs.training_examples import CAPTIONS, write_examples
+from helpers.models import own_parts  # noqa: F401  # registers them
+from helpers.models.quantized_bases import (
+    EXPECTED,
+    METHODS,
+    folder,
+    parts_of,
+    quantization,
+    quantized_retrofit,
+    quantized_text,
+)
+from helpers.models.template_models import CHATML, make_chat_model, make_processor
+from helpers.models.tiny_models import make_model, pixels, randomize, token_ids
+from helpers.processes.command_runs import FAST, run_training
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel, freeze_base, retrofit
 from hf_xattn.checkpoints.quantization import KEPT, keep_added_precise
 

@@ -6,8 +6,6 @@ import shutil
 import pytest
 import torch
 import transformers
-from saved_models import make_base, make_vision
-from tiny_models import make_text, pixels, randomize, token_ids
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -16,6 +14,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from helpers.models.saved_models import make_base, make_vision
+from helpers.models.tiny_models import make_text, pixels, randomize, token_ids
 from hf_xattn import XAttnForConditionalGeneration, remove_blocks, retrofit
 from hf_xattn.importers import convert_checkpoint, export_checkpoint
 

@@ -1,14 +1,14 @@
 """Bases whose weights, configuration or options a retrofit would change or drop without a word."""
 
 import pytest
-import tiny_gguf
 import torch
-from saved_models import make_base, make_vision
-from tiny_architectures import tiny_config
-from tiny_composites import COMPOSITES, composite_class
-from tiny_models import make_text, pixels, randomize, token_ids, vision_config
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from helpers.models import tiny_gguf
+from helpers.models.saved_models import make_base, make_vision
+from helpers.models.tiny_architectures import tiny_config
+from helpers.models.tiny_composites import COMPOSITES, composite_class
+from helpers.models.tiny_models import make_text, pixels, randomize, token_ids, vision_config
 from hf_xattn import remove_blocks, retrofit
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from quantized_bases import METHODS, folder, quantization, quantized_text
-from tiny_models import pixels, randomize, token_ids
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
+from helpers.models.quantized_bases import METHODS, folder, quantization, quantized_text
+from helpers.models.tiny_models import pixels, randomize, token_ids
 from hf_xattn import XAttnForConditionalGeneration, lora_targets, remove_blocks, retrofit
 from hf_xattn.checkpoints.folders import MANIFEST
 

@@ -5,11 +5,11 @@ memory.
 import pytest
 import torch
 from safetensors.torch import load_file
-from saved_models import load, same_model
-from tiny_models import make_model, make_text, randomize, token_ids
-from tiny_towers import ANY_SIZE, ONE_SIZE, SMALL_TOWER
 from transformers import AutoModel, AutoModelForCausalLM, DeiTConfig
 
+from helpers.models.saved_models import load, same_model
+from helpers.models.tiny_models import make_model, make_text, randomize, token_ids
+from helpers.models.tiny_towers import ANY_SIZE, ONE_SIZE, SMALL_TOWER
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit
 
 

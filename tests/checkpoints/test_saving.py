@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from saved_models import load
-from tiny_models import TEXT_CONFIGS, kernels_of, make_model, make_text, pixels, token_ids, vision_config
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from helpers.models.saved_models import load
+from helpers.models.tiny_models import TEXT_CONFIGS, kernels_of, make_model, make_text, pixels, token_ids, vision_config
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel
 from hf_xattn.checkpoints.saved_names import named_as_in_memory
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import warm_processes
-from tiny_models import make_model, make_text, pixels, randomize, token_ids
 from transformers import AutoModelForImageTextToText, AutoProcessor, dynamic_module_utils
 from transformers.dynamic_module_utils import get_imports
 
 import hf_xattn
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids
+from helpers.processes import warm_processes
 from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock, XAttnForConditionalGeneration, retrofit
 from hf_xattn.utils import stub
 from hf_xattn.version import HOW_TO_INSTALL, __version__
@@ -50,7 +50,7 @@ def check(made):
 
 LOAD = f"""
 import sys, transformers
-import warm_processes
+from helpers.processes import warm_processes
 folder = sys.argv[1]
 assert "hf_xattn" not in sys.modules
 processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=True)
@@ -220,7 +220,7 @@ def test_code_in_the_folder(chat_folder, tmp_path, monkeypatch):
     source = tmp_path / "a model, v1.0"
     model.save_pretrained(source, with_code=True)
     processor.save_pretrained(source)
-    from chat_models import drawing
+    from helpers.models.chat_models import drawing
 
     drawing(0).save(tmp_path / "image.png")
     alone = check(run(WHOLE_FLOW, tmp_path, source, tmp_path, hidden=True))

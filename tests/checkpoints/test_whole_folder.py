@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from checkout import HELPERS, ROOT
-from saved_models import make_base, make_vision, same_model
-from tiny_models import make_model, pixels, randomize
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from helpers.checkout import ROOT, TESTS
+from helpers.models.saved_models import make_base, make_vision, same_model
+from helpers.models.tiny_models import make_model, pixels, randomize
 from hf_xattn import retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.storage.image_files import load_image_cache, save_image_cache
@@ -100,7 +100,7 @@ def test_a_disk_that_is_full(tmp_path):
     script = """
 import sys
 from pathlib import Path
-from tiny_models import make_model
+from helpers.models.tiny_models import make_model
 folder = Path(sys.argv[1])
 make_model(vision=False).save_pretrained(folder / "old")
 before = {path.name: path.read_bytes() for path in (folder / "old").iterdir()}
@@ -115,7 +115,7 @@ assert [path.name for path in folder.iterdir()] == ["old"]
     mount = f'mount -t tmpfs -o size=600k tmpfs {tmp_path} && exec "$@"'
     run = subprocess.run(
         ["unshare", "-Urm", "sh", "-c", mount, "sh", sys.executable, "-c", script, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{HELPERS}"},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{TESTS}"},
         capture_output=True,
         text=True,
     )

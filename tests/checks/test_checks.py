@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from quantized_bases import quantized_retrofit
-from tiny_architectures import EXPERTS
-from tiny_decoders import SERVED, make_tiny, retrofitted
-from tiny_models import make_model, make_text, needs_part, randomize, strengthen
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
+from helpers.models.quantized_bases import quantized_retrofit
+from helpers.models.tiny_architectures import EXPERTS
+from helpers.models.tiny_decoders import SERVED, make_tiny, retrofitted
+from helpers.models.tiny_models import make_model, make_text, needs_part, randomize, strengthen
 from hf_xattn import (
     GatedCrossAttentionBlock,
     XAttnConfig,

@@ -3,10 +3,10 @@
 import shutil
 
 import pytest
-from command_runs import run
-from tiny_models import needs_part
-from training_examples import CAPTIONS, write_examples
 
+from helpers.inputs.training_examples import CAPTIONS, write_examples
+from helpers.models.tiny_models import needs_part
+from helpers.processes.command_runs import run
 from hf_xattn.commands import examine
 from hf_xattn.commands.main import COMMANDS, _parser, main
 
@@ -107,7 +107,7 @@ def test_a_damaged_tokenizer(saved, tmp_path, capsys):
     without it.
     """
     pytest.importorskip("gguf")
-    from tiny_gguf import write_gguf
+    from helpers.models.tiny_gguf import write_gguf
 
     bare = write_gguf(tmp_path / "bare.gguf", merges=None)
     shutil.copytree(saved / "text", tmp_path / "text")

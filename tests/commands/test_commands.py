@@ -8,14 +8,9 @@ import sys
 
 import pytest
 import torch
-from command_runs import run
-from foreign_blocks import flamingo_block_state, flamingo_checkpoint, kempner_block_state, make_clip
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_checkpoints import make_picture
-from tiny_idefics import make_idefics, make_idefics_processor
-from tiny_mllama import make_mllama, make_mllama_processor, picture
-from tiny_models import make_model, make_text, randomize
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -25,6 +20,11 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from helpers.models.foreign_blocks import flamingo_block_state, flamingo_checkpoint, kempner_block_state, make_clip
+from helpers.models.tiny_idefics import make_idefics, make_idefics_processor
+from helpers.models.tiny_mllama import make_mllama, make_mllama_processor, picture
+from helpers.models.tiny_models import make_model, make_text, randomize
+from helpers.processes.command_runs import run
 from hf_xattn import XAttnProcessor
 from hf_xattn.checkpoints.model_card import is_fresh
 from hf_xattn.commands.main import _parser, main

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_idefics import make_idefics_processor
-from tiny_models import make_model
 from tokenizers.processors import TemplateProcessing
 from transformers import SiglipImageProcessorPil
 
+from helpers.models.tiny_idefics import make_idefics_processor
+from helpers.models.tiny_models import make_model
 from hf_xattn import XAttnProcessor
 from hf_xattn.commands.main import main
 

@@ -14,10 +14,10 @@ import time
 import pytest
 import torch
 from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
-from tiny_models import randomize
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from helpers.models.tiny_models import randomize
 from hf_xattn import XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.serving.chat_session import ChatSession
@@ -307,7 +307,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(folder):
 
 def test_sliding_window_and_states(processor):
     """A cache that cannot be cropped, cropped all the same."""
-    from tiny_decoders import make_tiny
+    from helpers.models.tiny_decoders import make_tiny
 
     for name in ("mistral", "mamba2"):
         text = make_tiny(name)

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from collator_rows import SHORT
-from template_models import CHATML, make_processor
 
 import hf_xattn
+from helpers.inputs.collator_rows import SHORT
+from helpers.models.template_models import CHATML, make_processor
 from hf_xattn.data.fields import LEARNED, OF_PARTS, OF_TURNS, SHOWN, SYSTEM, WEIGHTS, keys_of_template
 
 

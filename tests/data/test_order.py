@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
-from data_sources import questions, write_parquet, write_tar
 
 import hf_xattn
+from helpers.inputs.data_sources import questions, write_parquet, write_tar
 from hf_xattn.data.order import Shuffled
 from hf_xattn.training.bad_rows import Places
 

@@ -8,9 +8,9 @@ import tarfile
 
 import pytest
 from PIL import Image
-from template_models import make_processor
 
 import hf_xattn
+from helpers.models.template_models import make_processor
 from hf_xattn.data.order import Shuffled
 from hf_xattn.training.bad_rows import read_problems
 

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from checkout import EXAMPLES, ROOT
-from data_sources import llava, questions, write_pictures
-from known_checkpoints import make_siglip, make_text
 
+from helpers.checkout import EXAMPLES, ROOT
+from helpers.inputs.data_sources import llava, questions, write_pictures
+from helpers.models.known_checkpoints import make_siglip, make_text
 from hf_xattn.commands.main import main
 
 

@@ -7,12 +7,12 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from data_sources import content, llava, questions, write_all, write_pictures
 from PIL import Image
-from template_models import make_chat_model, make_processor
-from training_examples import COLOURS
 
 import hf_xattn
+from helpers.inputs.data_sources import content, llava, questions, write_all, write_pictures
+from helpers.inputs.training_examples import COLOURS
+from helpers.models.template_models import make_chat_model, make_processor
 from hf_xattn.data.pictures import digest_of, picture_of, picture_parts
 
 

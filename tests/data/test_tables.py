@@ -7,9 +7,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_sources import content, llava, questions, write_parquet, write_tar
 
 import hf_xattn
+from helpers.inputs.data_sources import content, llava, questions, write_parquet, write_tar
 
 
 ROWS = [

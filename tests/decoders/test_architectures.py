@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny_architectures import DIFFERENT, EXPERTS, tiny_config
-from tiny_decoders import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
-from tiny_models import randomize, strengthen
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.utils import logging
 
+from helpers.models.tiny_architectures import DIFFERENT, EXPERTS, tiny_config
+from helpers.models.tiny_decoders import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
+from helpers.models.tiny_models import randomize, strengthen
 from hf_xattn.decoders.decoder import find_cache_argument, layers_receive_keywords
 from hf_xattn.decoders.insertion import check_insertable
 from hf_xattn.utils.architectures import ARCHITECTURES, PACKS, architecture, causal_model_types, markdown_table

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from gradient_checks import without_dropout
-from tiny_decoders import CONTEXT_SIZE, make_tiny, retrofitted
-from tiny_models import randomize
 
+from helpers.models.tiny_decoders import CONTEXT_SIZE, make_tiny, retrofitted
+from helpers.models.tiny_models import randomize
+from helpers.references.gradient_checks import without_dropout
 from hf_xattn.decoders.channel import carried_context
 from hf_xattn.decoders.decoder import find_decoder
 

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from gradient_checks import assert_same_gradients, checkpoint_activations, gradients, without_dropout
-from tiny_decoders import CONTEXT_SIZE, make_tiny, retrofitted
-from tiny_models import make_model, make_text, pixels, randomize, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from helpers.models.tiny_decoders import CONTEXT_SIZE, make_tiny, retrofitted
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids
+from helpers.references.gradient_checks import assert_same_gradients, checkpoint_activations, gradients, without_dropout
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze_base
 from hf_xattn.utils.transformers_api import CACHE
 

@@ -6,11 +6,11 @@ import pickle
 
 import pytest
 import torch
-from gradient_checks import assert_same_gradients, checkpoint_activations, gradients, without_dropout
 from memory import memory_of
-from tiny_models import SIZES, make_model, pixels, randomize, token_ids, vision_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from helpers.models.tiny_models import SIZES, make_model, pixels, randomize, token_ids, vision_config
+from helpers.references.gradient_checks import assert_same_gradients, checkpoint_activations, gradients, without_dropout
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze
 
 

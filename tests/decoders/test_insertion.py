@@ -10,11 +10,11 @@ import weakref
 import pytest
 import torch
 from accelerate import dispatch_model
-from tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, T5Config
 
+from helpers.models.tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
 from hf_xattn import GatedCrossAttentionBlock, XAttnConfig, XAttnForConditionalGeneration, XAttnModel
 from hf_xattn.decoders.decoder import find_decoder
 from hf_xattn.decoders.insertion import check_insertable, cross_attending_class, insert_blocks, is_cross_attending

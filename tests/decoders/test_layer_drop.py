@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 import torch
-from tiny_decoders import CONTEXT_SIZE, make_tiny
-from tiny_models import randomize
 
+from helpers.models.tiny_decoders import CONTEXT_SIZE, make_tiny
+from helpers.models.tiny_models import randomize
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, remove_blocks
 from hf_xattn.decoders.decoder import find_decoder
 from hf_xattn.utils.transformers_api import CACHE

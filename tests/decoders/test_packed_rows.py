@@ -4,16 +4,16 @@ row is refused.
 
 import functools
 
-import own_parts
 import pytest
 import torch
-from gradient_checks import assert_same_outputs, outputs_and_gradients, without_dropout
-from marked_models import MARKER, RULES, fresh_cache
-from tiny_decoders import make_tiny, retrofitted
-from tiny_models import make_model, pixels, randomize
 from transformers import DataCollatorWithFlattening, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
+from helpers.models import own_parts
+from helpers.models.marked_models import MARKER, RULES, fresh_cache
+from helpers.models.tiny_decoders import make_tiny, retrofitted
+from helpers.models.tiny_models import make_model, pixels, randomize
+from helpers.references.gradient_checks import assert_same_outputs, outputs_and_gradients, without_dropout
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.images.image_inputs import ImageInputs
 from hf_xattn.packing.packed_rows import find_samples

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import dispatch_model
-from quantized_bases import METHODS, folder, quantized_text
-from tiny_composites import make_composite as make_vlm
-from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
+from helpers.models.quantized_bases import METHODS, folder, quantized_text
+from helpers.models.tiny_composites import make_composite as make_vlm
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze, remove_blocks, retrofit
 
 

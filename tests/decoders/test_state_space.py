@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
-from marked_models import close, generate, state_space
-from tiny_architectures import tiny_config
-from tiny_decoders import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
-from tiny_models import make_model, needs_part, pixels, randomize, strengthen, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
+from helpers.models.marked_models import close, generate, state_space
+from helpers.models.tiny_architectures import tiny_config
+from helpers.models.tiny_decoders import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
+from helpers.models.tiny_models import make_model, needs_part, pixels, randomize, strengthen, token_ids
 from hf_xattn.cache.image_cache import select_images
 from hf_xattn.decoders import decoder
 from hf_xattn.decoders.decoder import find_cache_argument

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers
-from tiny_composites import COMPOSITES, make_composite
-from tiny_models import randomize
 from transformers import Qwen2VLConfig
 
+from helpers.models.tiny_composites import COMPOSITES, make_composite
+from helpers.models.tiny_models import randomize
 from hf_xattn import retrofit
 from hf_xattn.checkpoints.text_half import composite_class, text_half
 

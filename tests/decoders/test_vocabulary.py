@@ -7,8 +7,6 @@ import pickle
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from tiny_decoders import SERVED, make_tiny
-from tiny_models import VOCAB_SIZE, make_model, make_text, pixels, token_ids
 from transformers import (
     AutoModelForCausalLM,
     EncoderNoRepeatNGramLogitsProcessor,
@@ -17,6 +15,8 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from helpers.models.tiny_decoders import SERVED, make_tiny
+from helpers.models.tiny_models import VOCAB_SIZE, make_model, make_text, pixels, token_ids
 from hf_xattn import XAttnConfig, retrofit
 
 

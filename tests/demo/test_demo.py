@@ -9,12 +9,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from card_reading import card_of, rows_of
-from checkout import ROOT
-from command_runs import check_last_line
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
+from helpers.checkout import ROOT
+from helpers.processes.command_runs import check_last_line
+from helpers.references.card_reading import card_of, rows_of
 from hf_xattn import demo
 from hf_xattn.checkpoints.model_card import example_questions
 from hf_xattn.demo import report

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
-from tiny_gguf import CHAT_TEMPLATE, tiny_llama, write_gguf
-from tiny_models import make_model, make_text, needs_part
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers.models.tiny_gguf import CHAT_TEMPLATE, tiny_llama, write_gguf
+from helpers.models.tiny_models import make_model, make_text, needs_part
 from hf_xattn.checkpoints.bases import load_text
 from hf_xattn.demo import checkpoints
 from hf_xattn.demo.checkpoints import find_smollm2, language_model

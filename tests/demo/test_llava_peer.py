@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from llava_peer import LlavaChats, llava_of
-from tiny_gguf import write_gguf
-from tiny_models import needs_part
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlavaProcessor
 
+from helpers.models.tiny_gguf import write_gguf
+from helpers.models.tiny_models import needs_part
 from hf_xattn import XAttnProcessor
 from hf_xattn.demo.canvases import DigitPool, picture_of, to_pixel_values
 from hf_xattn.demo.checkpoints import language_model, make_vision_checkpoint

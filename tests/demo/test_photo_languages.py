@@ -4,9 +4,9 @@ import importlib.util
 import json
 
 import pytest
-from checkout import EXAMPLES
-from tiny_stamps import THINGS, make_stamps
 
+from helpers.checkout import EXAMPLES
+from helpers.inputs.tiny_stamps import THINGS, make_stamps
 from hf_xattn.demo.photographs.pictures import STAMPS
 
 

@@ -16,17 +16,18 @@ import numpy as np
 import phrasings
 import pytest
 import splits
-from checkout import EXAMPLES
 from documents import LINES
 from drawing import write
 from make_scenes import QUESTIONS, draw, found, rows_of
-from own_sealed_list import put_list
 from patch_labels import CHARACTERS, HEADS, PATCHES, VOCABULARY, label_patches
 from PIL import Image, ImageDraw
 from scenes import COLOURS, NUMBERS, OUTLINES
 from sealed_list import placeholders, plain
 from splits import open_split
 from tiny_checkpoints import make_text_checkpoint
+
+from helpers.checkout import EXAMPLES
+from helpers.references.own_sealed_list import put_list
 
 
 FOLDER = EXAMPLES / "scenes"

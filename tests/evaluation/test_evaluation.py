@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 import torch
-from chat_models import data_url
 from huggingface_hub import ModelCard
-from template_models import make_chat_model, make_processor, picture
-from tiny_mllama import make_mllama, make_mllama_processor
 
+from helpers.models.chat_models import data_url
+from helpers.models.template_models import make_chat_model, make_processor, picture
+from helpers.models.tiny_mllama import make_mllama, make_mllama_processor
 from hf_xattn.commands.main import main
 from hf_xattn.evaluation.card import AS_BASE, BASE, BESIDE
 from hf_xattn.evaluation.evaluation import ANOTHER, BLIND, FREQUENT, MODEL, Answered, Asker, by_group, evaluate

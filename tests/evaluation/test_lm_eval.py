@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
-from checkout import EXAMPLES
-from template_models import CHATML, HEADERS, make_chat_model, make_processor, picture
 
+from helpers.checkout import EXAMPLES
+from helpers.models.template_models import CHATML, HEADERS, make_chat_model, make_processor, picture
 from hf_xattn.evaluation.evaluation import Asker
 from hf_xattn.evaluation.questions import Question
 

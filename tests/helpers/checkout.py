@@ -4,5 +4,6 @@ from pathlib import Path
 
 
 HELPERS = Path(__file__).parent
-ROOT = HELPERS.parents[1]
+TESTS = HELPERS.parent
+ROOT = TESTS.parent
 EXAMPLES = ROOT / "examples"

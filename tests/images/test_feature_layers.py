@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny_models import TEXT_CONFIGS, pixels, token_ids
 from transformers import CLIPVisionConfig, ConvNextConfig, LlavaConfig, LlavaForConditionalGeneration, SwinConfig
 
+from helpers.models.tiny_models import TEXT_CONFIGS, pixels, token_ids
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.checkpoints.model_identity import tower_identity
 

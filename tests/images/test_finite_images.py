@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
-from checkout import ROOT
-from gradient_checks import without_dropout
-from tiny_models import make_model, pixels, token_ids
 
+from helpers.checkout import ROOT
+from helpers.models.tiny_models import make_model, pixels, token_ids
+from helpers.references.gradient_checks import without_dropout
 from hf_xattn import freeze, freeze_base
 
 

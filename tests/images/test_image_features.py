@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tiny_mllama import TILED, TILES, make_mllama
-from tiny_models import make_model, make_text, pixels, token_ids
 from transformers import CLIPVisionConfig, ConvNextConfig, ResNetConfig
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from helpers.models.tiny_mllama import TILED, TILES, make_mllama
+from helpers.models.tiny_models import make_model, make_text, pixels, token_ids
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.importers import import_checkpoint
 

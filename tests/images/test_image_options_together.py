@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from int8_rounding import rounding
-from tiny_models import make_model, pixels, token_ids
 
+from helpers.models.tiny_models import make_model, pixels, token_ids
+from helpers.references.int8_rounding import rounding
 from hf_xattn.utils.transformers_api import CACHE
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from image_stores import MODELS, Counted, asked, assert_same, with_store
-from marked_models import MARKER, RULES, fresh_cache, marked
-from tiny_mllama import make_mllama
-from tiny_models import make_model, pixels, token_ids
 
+from helpers.inputs.image_stores import MODELS, Counted, asked, assert_same, with_store
+from helpers.models.marked_models import MARKER, RULES, fresh_cache, marked
+from helpers.models.tiny_mllama import make_mllama
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn.importers import import_checkpoint
 from hf_xattn.utils.transformers_api import CACHE
 

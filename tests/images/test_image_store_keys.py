@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from image_stores import Counted, asked, assert_same, with_store
-from marked_models import generate
-from tiny_models import make_model, pixels, token_ids
 
+from helpers.inputs.image_stores import Counted, asked, assert_same, with_store
+from helpers.models.marked_models import generate
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.storage import image_store
 from hf_xattn.storage.image_store import ImageStore, StoredImage

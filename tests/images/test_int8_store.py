@@ -5,12 +5,12 @@ import json
 
 import pytest
 import torch
-from image_stores import IMAGE_BYTES, MODELS, Counted, asked, assert_same, damaged
-from int8_rounding import both
-from marked_models import MARKER, fresh_cache, marked
 from safetensors import safe_open
-from tiny_models import make_model, pixels, token_ids
 
+from helpers.inputs.image_stores import IMAGE_BYTES, MODELS, Counted, asked, assert_same, damaged
+from helpers.models.marked_models import MARKER, fresh_cache, marked
+from helpers.models.tiny_models import make_model, pixels, token_ids
+from helpers.references.int8_rounding import both
 from hf_xattn.storage.image_files import load_image_cache, save_image_cache
 from hf_xattn.utils.transformers_api import CACHE
 

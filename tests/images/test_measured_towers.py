@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from command_runs import run
 from tiny_checkpoints import make_text_checkpoint
-from tiny_models import make_text, randomize, token_ids, vision_config
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -17,6 +15,8 @@ from transformers import (
     ViTConfig,
 )
 
+from helpers.models.tiny_models import make_text, randomize, token_ids, vision_config
+from helpers.processes.command_runs import run
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, retrofit
 from hf_xattn.images.measure import measured_features
 from hf_xattn.utils.architectures import vision_hidden_size

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from custom_tower import CustomTower, CustomTowerConfig
-from tiny_models import make_text, pixels, token_ids, vision_config
-from tiny_towers import ANY_SIZE, ONE_SIZE, SMALL_TOWER, model_with
 from transformers import AutoModel, CLIPConfig, ViTConfig, ViTForImageClassification
 from transformers.modeling_outputs import ImageClassifierOutput
 
+from helpers.models.custom_tower import CustomTower, CustomTowerConfig
+from helpers.models.tiny_models import make_text, pixels, token_ids, vision_config
+from helpers.models.tiny_towers import ANY_SIZE, ONE_SIZE, SMALL_TOWER, model_with
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, retrofit
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_mllama import TILED, make_mllama
-from tiny_models import make_model, make_text, pixels, token_ids
 from transformers import CLIPVisionConfig, ConvNextConfig
 
+from helpers.models.tiny_mllama import TILED, make_mllama
+from helpers.models.tiny_models import make_model, make_text, pixels, token_ids
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, attention_maps, freeze
 from hf_xattn.importers import import_checkpoint
 

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from custom_tower import CustomTower, CustomTowerConfig
-from tiny_models import make_text, randomize, token_ids
-from tiny_vision import picture_size, tiny_tower, tiny_vision_config
 from transformers import CONFIG_MAPPING, AutoModel, CLIPVisionConfig, CLIPVisionModelWithProjection, ViltConfig
 
+from helpers.models.custom_tower import CustomTower, CustomTowerConfig
+from helpers.models.tiny_models import make_text, randomize, token_ids
+from helpers.models.tiny_vision import picture_size, tiny_tower, tiny_vision_config
 from hf_xattn import XAttnForConditionalGeneration, freeze, retrofit
 from hf_xattn.images.measure import measured_features
 from hf_xattn.images.tower import check_tower_class

@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from foreign_blocks import MARKER, VISION, make_clip
-from tiny_models import make_model, make_text, pixels, token_ids
 
+from helpers.models.foreign_blocks import MARKER, VISION, make_clip
+from helpers.models.tiny_models import make_model, make_text, pixels, token_ids
 from hf_xattn import GatedCrossAttentionBlock
 from hf_xattn.configuration_xattn import PerceiverConfig
 from hf_xattn.importers.open_flamingo import import_open_flamingo, open_flamingo_block, open_flamingo_resampler

@@ -4,12 +4,20 @@ import random
 
 import pytest
 import torch
-from foreign_blocks import HEAD_DIM, HEADS, MARKER, VISION, flamingo_block_state, flamingo_checkpoint, make_clip
-from tiny_models import VOCAB_SIZE, make_model, make_text, pixels
 from torch import nn
 from torch.nn import functional as F
 from transformers import GPTJConfig, GPTJForCausalLM
 
+from helpers.models.foreign_blocks import (
+    HEAD_DIM,
+    HEADS,
+    MARKER,
+    VISION,
+    flamingo_block_state,
+    flamingo_checkpoint,
+    make_clip,
+)
+from helpers.models.tiny_models import VOCAB_SIZE, make_model, make_text, pixels
 from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock
 from hf_xattn.importers.kempnerforge import import_kempnerforge, kempnerforge_block_config
 from hf_xattn.importers.open_flamingo import import_open_flamingo

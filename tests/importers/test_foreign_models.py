@@ -8,11 +8,11 @@ import random
 
 import pytest
 import torch
-from tiny_idefics import FAKE, make_idefics, stop_idefics
-from tiny_idefics import MARKER as IDEFICS_MARKER
-from tiny_mllama import MARKER, TEXT, VISION, mllama_inputs, stop_mllama
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 
+from helpers.models.tiny_idefics import FAKE, make_idefics, stop_idefics
+from helpers.models.tiny_idefics import MARKER as IDEFICS_MARKER
+from helpers.models.tiny_mllama import MARKER, TEXT, VISION, mllama_inputs, stop_mllama
 from hf_xattn.importers import import_checkpoint
 
 

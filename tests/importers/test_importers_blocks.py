@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from foreign_blocks import (
+from torch.nn.functional import gelu, layer_norm, silu, softmax
+
+from helpers.models.foreign_blocks import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -16,9 +18,7 @@ from foreign_blocks import (
     make_clip,
     perceiver_state,
 )
-from tiny_models import VOCAB_SIZE, make_text, token_ids
-from torch.nn.functional import gelu, layer_norm, silu, softmax
-
+from helpers.models.tiny_models import VOCAB_SIZE, make_text, token_ids
 from hf_xattn import GatedCrossAttentionBlock
 from hf_xattn.importers.kempnerforge import import_kempnerforge, kempnerforge_block_config
 from hf_xattn.importers.open_flamingo import import_open_flamingo, open_flamingo_block

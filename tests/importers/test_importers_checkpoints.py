@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_mllama import VOCAB, make_mllama
-from tiny_models import make_text
 from transformers import PreTrainedModel
 
+from helpers.models.tiny_mllama import VOCAB, make_mllama
+from helpers.models.tiny_models import make_text
 from hf_xattn import retrofit
 from hf_xattn.importers import import_checkpoint
 

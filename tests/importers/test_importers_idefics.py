@@ -3,9 +3,9 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_idefics import MARKER, VOCAB, make_idefics, stop_idefics
 from transformers import AutoModelForImageTextToText
 
+from helpers.models.tiny_idefics import MARKER, VOCAB, make_idefics, stop_idefics
 from hf_xattn.importers import export_checkpoint, import_checkpoint
 
 

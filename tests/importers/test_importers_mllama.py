@@ -5,7 +5,17 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_mllama import (
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    MllamaProcessor,
+)
+
+from helpers.models.tiny_mllama import (
     MARKER,
     MIXED,
     TEXT,
@@ -17,16 +27,6 @@ from tiny_mllama import (
     picture,
     stop_mllama,
 )
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MllamaConfig,
-    MllamaForConditionalGeneration,
-    MllamaProcessor,
-)
-
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor
 from hf_xattn.checkpoints.model_card import describe
 from hf_xattn.importers import export_checkpoint, import_checkpoint

@@ -4,8 +4,6 @@ import json
 
 import pytest
 import torch
-from tiny_mllama import MARKER, MIXED, TEXT, TILED, VISION, VOCAB, make_mllama_processor, picture, stop_mllama
-from tiny_models import make_model
 from transformers import (
     AutoConfig,
     AutoProcessor,
@@ -17,6 +15,18 @@ from transformers import (
 )
 from transformers.models.mllama.configuration_mllama import MllamaVisionConfig
 
+from helpers.models.tiny_mllama import (
+    MARKER,
+    MIXED,
+    TEXT,
+    TILED,
+    VISION,
+    VOCAB,
+    make_mllama_processor,
+    picture,
+    stop_mllama,
+)
+from helpers.models.tiny_models import make_model
 from hf_xattn import XAttnProcessor, retrofit
 from hf_xattn.importers import export_checkpoint, import_checkpoint
 

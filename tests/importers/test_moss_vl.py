@@ -6,13 +6,13 @@ import sys
 
 import pytest
 import torch
-from chat_models import drawing, question
-from checkout import ROOT
-from moss_vl_formulas import MARKER, MossVL, make_checkpoint, make_tokenizer
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3VLTextConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding, apply_rotary_pos_emb
 
+from helpers.checkout import ROOT
+from helpers.models.chat_models import drawing, question
+from helpers.references.moss_vl_formulas import MARKER, MossVL, make_checkpoint, make_tokenizer
 from hf_xattn import CrossAttentionConfig, XAttnDataCollator, XAttnProcessor
 from hf_xattn.serving.chat_session import ChatSession
 from hf_xattn.utils.parts import CONNECTORS, POSITIONS

@@ -6,15 +6,15 @@ import json
 import numpy as np
 import pytest
 import torch
-from foreign_blocks import HEADS, kempner_block_state
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny_architectures import tiny_config
-from tiny_idefics import make_idefics, make_idefics_processor
-from tiny_mllama import make_mllama
-from tiny_models import make_text
 from transformers import AutoModelForCausalLM, MllamaForConditionalGeneration
 
+from helpers.models.foreign_blocks import HEADS, kempner_block_state
+from helpers.models.tiny_architectures import tiny_config
+from helpers.models.tiny_idefics import make_idefics, make_idefics_processor
+from helpers.models.tiny_mllama import make_mllama
+from helpers.models.tiny_models import make_text
 from hf_xattn.commands.main import main
 from hf_xattn.commands.shared import load_model_and_images
 from hf_xattn.importers import convert_checkpoint, export_checkpoint, import_checkpoint

@@ -4,7 +4,10 @@ import itertools
 
 import pytest
 import torch
-from attention_inputs import (
+from torch.nn.attention.flex_attention import flex_attention
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from helpers.inputs.attention_inputs import (
     BATCH,
     CONTEXT,
     HEAD_DIM,
@@ -17,9 +20,6 @@ from attention_inputs import (
     make_layer,
     make_mask,
 )
-from torch.nn.attention.flex_attention import flex_attention
-from transformers.models.t5.modeling_t5 import T5Attention
-
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
 from hf_xattn.layers import kernels
 from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask

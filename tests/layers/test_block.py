@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from memory_checks import memory_of_nan
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
 from transformers.activations import ACT2FN
 
+from helpers.references.memory_checks import memory_of_nan
 from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock
 from hf_xattn.layers.norms import CrossAttentionLayerNorm, CrossAttentionRMSNorm
 

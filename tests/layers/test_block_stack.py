@@ -7,11 +7,11 @@ import copy
 import peft
 import pytest
 import torch
-from gradient_checks import assert_same_gradients, checkpoint_activations, gradients, without_dropout
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
+from helpers.references.gradient_checks import assert_same_gradients, checkpoint_activations, gradients, without_dropout
 from hf_xattn import (
     XAttnForConditionalGeneration,
     added_modules,

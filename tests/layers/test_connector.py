@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memory_checks import memory_of_nan
-from tiny_mllama import VISION
-from tiny_models import make_model, make_text, randomize, token_ids, vision_config
-from tiny_towers import ANY_SIZE, ONE_SIZE
 from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.models.mllama.configuration_mllama import MllamaVisionConfig
 
+from helpers.models.tiny_mllama import VISION
+from helpers.models.tiny_models import make_model, make_text, randomize, token_ids, vision_config
+from helpers.models.tiny_towers import ANY_SIZE, ONE_SIZE
+from helpers.references.memory_checks import memory_of_nan
 from hf_xattn import XAttnConfig, retrofit
 from hf_xattn.images.connector import XAttnConnector
 from hf_xattn.parts.perceiver import PerceiverResampler

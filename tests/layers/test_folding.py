@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from attention_inputs import (
+
+from helpers.inputs.attention_inputs import (
     BATCH,
     HEAD_DIM,
     HIDDEN,
@@ -15,7 +16,6 @@ from attention_inputs import (
     make_layer,
     make_mask,
 )
-
 from hf_xattn.layers import kernels
 from hf_xattn.layers.folded_mask import fold_mask
 from hf_xattn.layers.positions import Positions, token_positions

@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from attention_inputs import BATCH, HIDDEN, TEXT_LEN, inputs, make_layer, make_mask
-from int8_rounding import both, by_hand
-from tiny_models import make_model, pixels, token_ids
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from helpers.inputs.attention_inputs import BATCH, HIDDEN, TEXT_LEN, inputs, make_layer, make_mask
+from helpers.models.tiny_models import make_model, pixels, token_ids
+from helpers.references.int8_rounding import both, by_hand
 from hf_xattn.cache.cross_cache import CrossAttentionLayer, CrossCache
 from hf_xattn.cache.image_cache import select_images
 from hf_xattn.cache.image_layout import ImageLayout

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from tiny_models import make_model, token_ids
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from helpers.models.tiny_models import make_model, token_ids
 
 
 def added(module, query, key, value, mask, scaling, dropout=0.0, **kwargs):

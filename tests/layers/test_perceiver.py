@@ -5,8 +5,8 @@ OpenFlamingo's.
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from tiny_models import PERCEIVER, make_model, make_text, pixels, token_ids, vision_config
 
+from helpers.models.tiny_models import PERCEIVER, make_model, make_text, pixels, token_ids, vision_config
 from hf_xattn import XAttnConfig
 from hf_xattn.checkpoints.model_card import tokens_per_image
 from hf_xattn.configuration_xattn import PerceiverConfig

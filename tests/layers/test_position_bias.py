@@ -2,13 +2,13 @@
 
 import functools
 
-import own_parts
 import pytest
 import torch
-from tiny_architectures import tiny_config
-from tiny_models import TEXT_CONFIGS, make_text, pixels, randomize, strengthen, vision_config
 from transformers import AutoModelForCausalLM
 
+from helpers.models import own_parts
+from helpers.models.tiny_architectures import tiny_config
+from helpers.models.tiny_models import TEXT_CONFIGS, make_text, pixels, randomize, strengthen, vision_config
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.utils.architectures import ARCHITECTURES
 from hf_xattn.utils.transformers_api import CACHE, is_before

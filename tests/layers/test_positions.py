@@ -1,12 +1,12 @@
 """Codes of positions: what the attention gives them, and what it makes of what they return."""
 
-import own_parts
 import pytest
 import torch
-from marked_models import fresh_cache
-from tiny_models import make_model, pixels, token_ids
 from torch import nn
 
+from helpers.models import own_parts
+from helpers.models.marked_models import fresh_cache
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn import (
     CrossAttentionConfig,
     GatedCrossAttentionBlock,

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny_models import make_model
 from torch.nn.functional import linear
 
+from helpers.models.tiny_models import make_model
 from hf_xattn.utils import projection
 from hf_xattn.utils.projection import ImageLinear
 

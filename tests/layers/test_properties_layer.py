@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from attention_inputs import attend
 from hypothesis import strategies as st
-from properties import LayerCase, block_config, layer_cases, run, slow_seed, tensor
 
+from helpers.inputs.attention_inputs import attend
+from helpers.inputs.properties import LayerCase, block_config, layer_cases, run, slow_seed, tensor
 from hf_xattn import GatedCrossAttentionBlock
 from hf_xattn.layers.block import CrossAttentionLayerNorm
 from hf_xattn.layers.folded_mask import fold_mask

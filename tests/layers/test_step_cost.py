@@ -4,8 +4,9 @@ from collections import Counter
 
 import pytest
 import torch
-from marked_models import close
-from tiny_models import make_model, pixels, token_ids
+
+from helpers.models.marked_models import close
+from helpers.models.tiny_models import make_model, pixels, token_ids
 
 
 @torch.no_grad()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from compiled_models import compiled, counting_backend
-from tiny_models import make_model, pixels, token_ids
 from transformers import DynamicCache
 
+from helpers.models.compiled_models import compiled, counting_backend
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn.layers import kernels
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from marked_models import MARKER, marked, state_space
-from tiny_mllama import make_mllama, mllama_inputs
-from tiny_models import make_model, pixels, token_ids
 
+from helpers.models.marked_models import MARKER, marked, state_space
+from helpers.models.tiny_mllama import make_mllama, mllama_inputs
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn import attention_maps
 from hf_xattn.importers import import_checkpoint
 from hf_xattn.maps.answer_maps import answer_maps

@@ -7,10 +7,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_architectures import tiny_config
-from tiny_mllama import make_mllama, make_mllama_processor
-from tiny_mllama import mllama_inputs as tiled_inputs
-from tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import (
     AutoModelForCausalLM,
     BatchFeature,
@@ -22,6 +18,10 @@ from transformers import (
     ViTConfig,
 )
 
+from helpers.models.tiny_architectures import tiny_config
+from helpers.models.tiny_mllama import make_mllama, make_mllama_processor
+from helpers.models.tiny_mllama import mllama_inputs as tiled_inputs
+from helpers.models.tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, randomize, token_ids, vision_config
 from hf_xattn import AttentionMaps, XAttnConfig, XAttnForConditionalGeneration, attention_maps, register_connector
 from hf_xattn.importers import import_checkpoint
 from hf_xattn.utils.transformers_api import CACHE

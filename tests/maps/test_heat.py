@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_models import make_model, pixels, token_ids
 
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn import attention_maps
 from hf_xattn.maps.heat import COLOUR, OPACITY, SIDE, lit, looks
 

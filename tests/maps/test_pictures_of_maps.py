@@ -6,10 +6,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_idefics import make_idefics_processor
-from tiny_mllama import make_mllama, make_mllama_processor
-from tiny_models import make_model, make_text, pixels, randomize, token_ids
-from tiny_towers import ANY_SIZE, SMALL_TOWER, model_with
 from transformers import (
     AutoModel,
     Dinov2Config,
@@ -19,6 +15,10 @@ from transformers import (
     SiglipImageProcessorPil,
 )
 
+from helpers.models.tiny_idefics import make_idefics_processor
+from helpers.models.tiny_mllama import make_mllama, make_mllama_processor
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids
+from helpers.models.tiny_towers import ANY_SIZE, SMALL_TOWER, model_with
 from hf_xattn import XAttnProcessor, attention_maps, retrofit
 from hf_xattn.importers import import_checkpoint
 from hf_xattn.maps.patch_grid import patch_grid

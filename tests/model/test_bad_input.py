@@ -3,9 +3,9 @@
 import pytest
 import torch
 from PIL import Image
-from tiny_models import VOCAB_SIZE, make_model, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from helpers.models.tiny_models import VOCAB_SIZE, make_model, pixels, token_ids
 from hf_xattn.utils.transformers_api import CACHE
 
 

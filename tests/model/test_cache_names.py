@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import make_model, make_text, pixels, token_ids
 from transformers import DynamicCache, EncoderDecoderCache
 
+from helpers.models.tiny_models import make_model, make_text, pixels, token_ids
 from hf_xattn import XAttnModel, attention_maps
 from hf_xattn.utils.transformers_api import CACHE, has
 

@@ -7,13 +7,22 @@ import re
 
 import pytest
 import torch
-from expectation_models import BASES, CLASSES, KINDS, base_of, build, configuration, images_for, inputs_for
-from tiny_architectures import EXPERTS
-from tiny_models import VOCAB_SIZE, token_ids
-from tiny_towers import ANY_SIZE, ONE_SIZE, SMALL_TOWER, model_with
 from transformers import SiglipVisionConfig
 from transformers.utils import ModelOutput
 
+from helpers.models.expectation_models import (
+    BASES,
+    CLASSES,
+    KINDS,
+    base_of,
+    build,
+    configuration,
+    images_for,
+    inputs_for,
+)
+from helpers.models.tiny_architectures import EXPERTS
+from helpers.models.tiny_models import VOCAB_SIZE, token_ids
+from helpers.models.tiny_towers import ANY_SIZE, ONE_SIZE, SMALL_TOWER, model_with
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from compiled_models import GREEDY, SAMPLING, compiled, counting_backend, replaying_backend
-from marked_models import state_space
-from tiny_models import make_model, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
+from helpers.models.compiled_models import GREEDY, SAMPLING, compiled, counting_backend, replaying_backend
+from helpers.models.marked_models import state_space
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn.utils.transformers_api import CACHE
 
 

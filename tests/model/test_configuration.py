@@ -2,12 +2,12 @@
 
 import logging
 
-import own_parts
 import pytest
 from huggingface_hub.errors import StrictDataclassError
-from tiny_models import TEXT_CONFIGS, vision_config
 from transformers import AutoConfig, LlamaConfig
 
+from helpers.models import own_parts
+from helpers.models.tiny_models import TEXT_CONFIGS, vision_config
 from hf_xattn import CrossAttentionConfig, XAttnConfig
 from hf_xattn.configuration_xattn import PerceiverConfig
 from hf_xattn.utils import config_checks

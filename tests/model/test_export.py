@@ -5,13 +5,13 @@ import pickle
 
 import pytest
 import torch
-import warm_processes
-from exported_models import around, decode_both_ways, export, needs_exporters, small
-from tiny_decoders import make_tiny
-from tiny_models import make_model, pixels, randomize, token_ids
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import DynamicCache
 
+from helpers.models.exported_models import around, decode_both_ways, export, needs_exporters, small
+from helpers.models.tiny_decoders import make_tiny
+from helpers.models.tiny_models import make_model, pixels, randomize, token_ids
+from helpers.processes import warm_processes
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.cache.exporting import register_caches
 from hf_xattn.cache.xattn_cache import XAttnCache

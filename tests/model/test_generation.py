@@ -4,13 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny_models import SIZES, VOCAB_SIZE, make_model, make_text, pixels, token_ids
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
+from helpers.models.tiny_models import SIZES, VOCAB_SIZE, make_model, make_text, pixels, token_ids
 from hf_xattn.cache.cross_cache import CrossCache
 from hf_xattn.utils.transformers_api import CACHE, has
 

@@ -4,9 +4,9 @@ and without.
 
 import pytest
 import torch
-from expectation_models import BASES, KINDS, base_of, build, images_for, inputs_for
-from tiny_models import token_ids
 
+from helpers.models.expectation_models import BASES, KINDS, base_of, build, images_for, inputs_for
+from helpers.models.tiny_models import token_ids
 from hf_xattn.utils.transformers_api import CACHE
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from expectation_models import build
-from tiny_models import make_model, pixels, token_ids
+
+from helpers.models.expectation_models import build
+from helpers.models.tiny_models import make_model, pixels, token_ids
 
 
 pytestmark = pytest.mark.skipif(

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
-from tiny_models import make_model, pixels, token_ids
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn.cache.xattn_cache import XAttnCache
 
 

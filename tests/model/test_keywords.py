@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from custom_decoder import CustomDecoderConfig, CustomDecoderForCausalLM
-from tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
 from transformers.utils import TransformersKwargs
 
+from helpers.models.custom_decoder import CustomDecoderConfig, CustomDecoderForCausalLM
+from helpers.models.tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
 from hf_xattn import retrofit
 from hf_xattn.utils.keywords import suggestion
 from hf_xattn.utils.transformers_api import CACHE

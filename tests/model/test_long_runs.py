@@ -5,10 +5,10 @@ import weakref
 
 import pytest
 import torch
-from memory_checks import STATUS, resident, tensors_alive
-from tiny_models import make_model, pixels, token_ids
 from transformers import DynamicCache, EncoderDecoderCache
 
+from helpers.models.tiny_models import make_model, pixels, token_ids
+from helpers.references.memory_checks import STATUS, resident, tensors_alive
 from hf_xattn.cache.image_cache import select_images
 from hf_xattn.utils.transformers_api import CACHE
 

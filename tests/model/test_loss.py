@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from marked_models import MARKER
-from tiny_models import VOCAB_SIZE, make_model, pixels, token_ids
 from torch.nn.functional import cross_entropy
-from training_runs import arguments
 from transformers import Trainer, default_data_collator
 
+from helpers.models.marked_models import MARKER
+from helpers.models.tiny_models import VOCAB_SIZE, make_model, pixels, token_ids
+from helpers.processes.training_runs import arguments
 from hf_xattn import freeze_base
 
 

@@ -2,12 +2,21 @@
 
 import pytest
 import torch
-from tiny_models import TEXT_CONFIGS, VOCAB_SIZE, make_model, make_text, pixels, randomize, token_ids, vision_config
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions
 
+from helpers.models.tiny_models import (
+    TEXT_CONFIGS,
+    VOCAB_SIZE,
+    make_model,
+    make_text,
+    pixels,
+    randomize,
+    token_ids,
+    vision_config,
+)
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel
 from hf_xattn.decoders.decoder import find_decoder
 from hf_xattn.utils.transformers_api import CACHE

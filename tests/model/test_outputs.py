@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_models import make_model, make_text, pixels, token_ids
 from transformers import AutoModelForImageTextToText
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
+from helpers.models.tiny_models import make_model, make_text, pixels, token_ids
 from hf_xattn import XAttnConfig
 from hf_xattn.outputs_xattn import XAttnGenerateBeamOutput, XAttnGenerateOutput
 from hf_xattn.utils.transformers_api import CACHE

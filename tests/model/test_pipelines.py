@@ -6,8 +6,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from chat_models import NEW_TOKENS, answer, drawing, question
 from transformers import AutoModelForImageTextToText, AutoProcessor, TextIteratorStreamer, TextStreamer, pipeline
+
+from helpers.models.chat_models import NEW_TOKENS, answer, drawing, question
 
 
 TEXT = "what is in the picture ?"

@@ -6,11 +6,11 @@ import logging
 
 import pytest
 import torch
-from gradient_checks import checkpoint_activations, without_dropout
-from saved_models import make_base, make_vision
-from tiny_models import make_model, pixels, token_ids
 from transformers import AutoModel, AutoModelForImageTextToText
 
+from helpers.models.saved_models import make_base, make_vision
+from helpers.models.tiny_models import make_model, pixels, token_ids
+from helpers.references.gradient_checks import checkpoint_activations, without_dropout
 from hf_xattn import freeze, parameter_groups, retrofit, train_in_float32
 from hf_xattn.learning import lost_updates
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from properties import BatchCase, batch_cases, run, slow_seed, tensor
-from tiny_models import TEXT_CONFIGS, randomize, vision_config
 from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
+from helpers.inputs.properties import BatchCase, batch_cases, run, slow_seed, tensor
+from helpers.models.tiny_models import TEXT_CONFIGS, randomize, vision_config
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.utils.transformers_api import CACHE
 

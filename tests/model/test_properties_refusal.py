@@ -16,10 +16,10 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import strategies as st
-from properties import MARKER, model_of, run, slow_seed, tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import hf_xattn
+from helpers.inputs.properties import MARKER, model_of, run, slow_seed, tensor
 from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock, XAttnConfig
 from hf_xattn.configuration_xattn import PerceiverConfig
 

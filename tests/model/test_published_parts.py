@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
-from checkout import ROOT
-from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText, Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding, apply_rotary_pos_emb
 
+from helpers.checkout import ROOT
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from hf_xattn import CrossAttentionConfig, retrofit
 from hf_xattn.utils.parts import CONNECTORS, GATES, POSITIONS
 

@@ -4,13 +4,13 @@ import copy
 import logging
 
 import pytest
-import tiny_mllama
 import torch
-from marked_models import MARKER
-from template_models import make_tokenizer
-from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import GenerationConfig, SiglipVisionModel
 
+from helpers.models import tiny_mllama
+from helpers.models.marked_models import MARKER
+from helpers.models.template_models import make_tokenizer
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from hf_xattn import retrofit
 
 

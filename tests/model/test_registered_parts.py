@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from own_parts import OWN, PoolingConnector, ScaleGate, SigmoidGate
-from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from torch import nn
 from torch.torch_version import TorchVersion
 from transformers import AutoModel, AutoModelForImageTextToText
 
+from helpers.models.own_parts import OWN, PoolingConnector, ScaleGate, SigmoidGate
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from hf_xattn import (
     CrossAttentionConfig,
     GatedCrossAttentionBlock,

@@ -10,7 +10,6 @@ from dataclasses import fields
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from tiny_models import SIZES, VOCAB_SIZE, kernels_of, make_text, pixels, token_ids, vision_config
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -29,6 +28,7 @@ from transformers import (
     ViTConfig,
 )
 
+from helpers.models.tiny_models import SIZES, VOCAB_SIZE, kernels_of, make_text, pixels, token_ids, vision_config
 from hf_xattn import CrossAttentionConfig, XAttnConfig, freeze_base, retrofit
 from hf_xattn.commands.main import _parser
 from hf_xattn.decoders import insertion

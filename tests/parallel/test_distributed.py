@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from gradient_checks import without_dropout
-from tiny_decoders import CONTEXT_SIZE, make_tiny, retrofitted
-from tiny_models import randomize
 from torch.nn.parallel import DistributedDataParallel
-from two_processes import WORLD_SIZE, leave
-from warm_processes import spawn
+
+from helpers.models.tiny_decoders import CONTEXT_SIZE, make_tiny, retrofitted
+from helpers.models.tiny_models import randomize
+from helpers.processes.two_processes import WORLD_SIZE, leave
+from helpers.processes.warm_processes import spawn
+from helpers.references.gradient_checks import without_dropout
 
 
 def _batch(rank):

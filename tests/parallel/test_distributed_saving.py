@@ -6,15 +6,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tiny_models import make_text, pixels, randomize, token_ids, vision_config
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from two_processes import WORLD_SIZE, leave
-from warm_processes import spawn
 
+from helpers.models.tiny_models import make_text, pixels, randomize, token_ids, vision_config
+from helpers.processes.two_processes import WORLD_SIZE, leave
+from helpers.processes.warm_processes import spawn
 from hf_xattn import retrofit
 
 

@@ -8,11 +8,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from saved_models import same_model
-from tiny_models import make_model
 from transformers import AutoModelForImageTextToText
-from warm_processes import run_ranks
 
+from helpers.models.saved_models import same_model
+from helpers.models.tiny_models import make_model
+from helpers.processes.warm_processes import run_ranks
 from hf_xattn.utils.transformers_api import has
 
 

@@ -6,12 +6,13 @@ import functools
 
 import pytest
 import torch
-from checkout import HELPERS
-from sharded_ranks import CASES, STEPS, batch, build, evaluate, kinds_of
-from warm_processes import run_ranks
+
+from helpers.checkout import HELPERS
+from helpers.processes.sharded_ranks import CASES, STEPS, batch, build, evaluate, kinds_of
+from helpers.processes.warm_processes import run_ranks
 
 
-RANKS = HELPERS / "sharded_ranks.py"
+RANKS = HELPERS / "processes" / "sharded_ranks.py"
 
 
 # More of what another case shows.

@@ -4,13 +4,14 @@
 
 import pytest
 import torch
-from checkout import HELPERS
-from tiny_models import make_text, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
-from warm_processes import run_ranks
+
+from helpers.checkout import HELPERS
+from helpers.models.tiny_models import make_text, vision_config
+from helpers.processes.warm_processes import run_ranks
 
 
-RANKS = HELPERS / "checkpoint_ranks.py"
+RANKS = HELPERS / "processes" / "checkpoint_ranks.py"
 
 
 def run(ranks, folder, what):

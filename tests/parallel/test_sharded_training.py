@@ -7,21 +7,21 @@ import re
 
 import pytest
 import torch
-from checkout import HELPERS
-from command_runs import run_training
 from safetensors.torch import load_file
-from template_models import CHATML, make_chat_model, make_processor
-from tiny_models import randomize
-from training_examples import CAPTIONS, write_examples
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from warm_processes import run_ranks
 
+from helpers.checkout import HELPERS
+from helpers.inputs.training_examples import CAPTIONS, write_examples
+from helpers.models.template_models import CHATML, make_chat_model, make_processor
+from helpers.models.tiny_models import randomize
+from helpers.processes.command_runs import run_training
+from helpers.processes.warm_processes import run_ranks
 from hf_xattn import retrofit
 from hf_xattn.training.run_folder import CHECKPOINTS, OPTIONS_FILE
 
 
 slow = pytest.mark.slow  # a launch more of the same kind
-RANKS = HELPERS / "train_ranks.py"
+RANKS = HELPERS / "processes" / "train_ranks.py"
 ALL = ["--train-text", "--train-vision"]
 CASES = {
     # name: (dtype, options of the command, options of FSDP)

@@ -4,20 +4,20 @@ import json
 
 import pytest
 import torch
-from checkout import HELPERS
-from gradient_checks import without_dropout
-from own_parts import TURNING  # registers the parts
-from tiny_models import make_text, needs_part, pixels, randomize, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
-from warm_processes import run_ranks
 
+from helpers.checkout import HELPERS
+from helpers.models.own_parts import TURNING  # registers the parts
+from helpers.models.tiny_models import make_text, needs_part, pixels, randomize, vision_config
+from helpers.processes.warm_processes import run_ranks
+from helpers.references.gradient_checks import without_dropout
 from hf_xattn import CrossAttentionConfig, retrofit
 from hf_xattn.learning.sharding import block_plan
 
 
 pytestmark = needs_part("_resolve_parallel_plans")
-RANKS = HELPERS / "tensor_parallel_ranks.py"
+RANKS = HELPERS / "processes" / "tensor_parallel_ranks.py"
 CASES = {
     "split": {
         "num_attention_heads": 4,

@@ -6,9 +6,9 @@ import io
 import numpy as np
 import pytest
 import torch
-from chat_templates import LOOP, SEEING, TALK, TEXT_TEMPLATES, image, make_picture, make_processor, text
 from transformers import AutoProcessor, ByT5Tokenizer, LlavaProcessor
 
+from helpers.inputs.chat_templates import LOOP, SEEING, TALK, TEXT_TEMPLATES, image, make_picture, make_processor, text
 from hf_xattn import XAttnProcessor
 from hf_xattn.utils.transformers_api import has
 

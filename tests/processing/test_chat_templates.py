@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_templates import (
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer, SiglipImageProcessorPil
+
+from helpers.inputs.chat_templates import (
     ASK,
     IMAGES_FIRST,
     LOOP,
@@ -18,9 +21,6 @@ from chat_templates import (
     make_processor,
     text,
 )
-from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer, SiglipImageProcessorPil
-
 from hf_xattn import XAttnProcessor
 from hf_xattn.processing.chat_templates import DEFAULT_CHAT_TEMPLATE
 

@@ -10,15 +10,15 @@ import struct
 import numpy as np
 import pytest
 import torch
-from chat_templates import TEXT_TEMPLATES, make_processor
-from hostile_inputs import is_ours
-from hostile_memory import png
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_models import make_model, pixels
 from transformers import CLIPImageProcessor, SiglipImageProcessor
 
+from helpers.inputs.chat_templates import TEXT_TEMPLATES, make_processor
+from helpers.inputs.hostile_inputs import is_ours
+from helpers.inputs.hostile_memory import png
+from helpers.models.tiny_models import make_model, pixels
 from hf_xattn import XAttnProcessor
 from hf_xattn.processing.image_limits import LIMITS, check_image_processor
 from hf_xattn.processing.image_reading import read_image

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from template_models import CHATML, HEADERS, make_processor
 from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoProcessor
 from transformers.utils import logging
 
+from helpers.models.template_models import CHATML, HEADERS, make_processor
 from hf_xattn import retrofit
 
 

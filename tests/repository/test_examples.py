@@ -1,9 +1,10 @@
 """Every example runs, as it stands. Those of `TRAINED` are in a file of their own, for the other process."""
 
 import pytest
-from checkout import EXAMPLES
-from example_runs import TRAINED, examples, run_example
-from warm_processes import run
+
+from helpers.checkout import EXAMPLES
+from helpers.processes.example_runs import TRAINED, examples, run_example
+from helpers.processes.warm_processes import run
 
 
 MISSING = [

@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from surface import (
+from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
+from transformers import AutoTokenizer
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from helpers.inputs.surface import (
     KINDS,
     NOTHING,
     Fine,
@@ -24,14 +28,10 @@ from surface import (
     tensor,
     value,
 )
-from surface_images import IMAGE_MASK, MASK, PIXELS, RATIO_IDS, RATIO_MASK, ROWS, STATES, image_rows
-from surface_processor import processor_surfaces
-from template_models import make_processor
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
-from tiny_models import make_model, token_ids
-from transformers import AutoTokenizer
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-
+from helpers.inputs.surface_images import IMAGE_MASK, MASK, PIXELS, RATIO_IDS, RATIO_MASK, ROWS, STATES, image_rows
+from helpers.inputs.surface_processor import processor_surfaces
+from helpers.models.template_models import make_processor
+from helpers.models.tiny_models import make_model, token_ids
 from hf_xattn import (
     CrossAttentionConfig,
     GatedCrossAttention,
@@ -64,7 +64,7 @@ def model():
 @functools.cache
 def tiled():
     """A model whose vision tower reads tiles."""
-    from tiny_mllama import make_mllama
+    from helpers.models.tiny_mllama import make_mllama
 
     return importers.import_checkpoint(make_mllama())
 

@@ -14,12 +14,12 @@ import against_llava
 import photos_table
 import pytest
 import side_by_side
-from checkout import ROOT
-from known_checkpoints import QWEN, TEXTS, make_siglip, make_text
 from packaging.version import Version
 from PIL import Image
-from tiny_models import needs_part
 
+from helpers.checkout import ROOT
+from helpers.models.known_checkpoints import QWEN, TEXTS, make_siglip, make_text
+from helpers.models.tiny_models import needs_part
 from hf_xattn.commands.main import _parser, main
 from hf_xattn.images.tower_table import markdown_table as table_of_towers
 from hf_xattn.images.tower_table import vision_model_types, why_no_tower

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from checkout import ROOT
 
 import hf_xattn
+from helpers.checkout import ROOT
 from hf_xattn.commands.main import _parser
 from hf_xattn.version import HOW_TO_INSTALL
 

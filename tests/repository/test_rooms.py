@@ -4,7 +4,8 @@ import ast
 import functools
 
 import pytest
-from checkout import ROOT
+
+from helpers.checkout import ROOT
 
 
 PACKAGE = ROOT / "hf_xattn"

@@ -7,9 +7,9 @@ from base64 import b64encode
 
 import pytest
 import torch
-from checkout import ROOT
 from PIL import Image
 
+from helpers.checkout import ROOT
 from hf_xattn.commands.main import _parser
 from hf_xattn.importers.blocks import read_state_dict
 from hf_xattn.processing.image_limits import LIMITS

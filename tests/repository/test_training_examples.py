@@ -1,7 +1,8 @@
 """Every example that trains runs, as it stands."""
 
 import pytest
-from example_runs import TRAINED, examples, run_example
+
+from helpers.processes.example_runs import TRAINED, examples, run_example
 
 
 @pytest.mark.parametrize("example", examples(*TRAINED))

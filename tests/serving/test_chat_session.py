@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-from chat_models import NEW_TOKENS, answer, drawing, question
-from tiny_models import strengthen
 from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
+from helpers.models.chat_models import NEW_TOKENS, answer, drawing, question
+from helpers.models.tiny_models import strengthen
 from hf_xattn import attention_maps
 from hf_xattn.serving.chat_session import ChatSession
 

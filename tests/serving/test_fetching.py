@@ -7,13 +7,13 @@ import threading
 import time
 
 import pytest
-from chat_models import drawing, question
+
+from helpers.models.chat_models import drawing, question
 
 
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
-from model_server import TEXT, Served, asked, openai
-
+from helpers.processes.model_server import TEXT, Served, asked, openai
 from hf_xattn.serving import fetching
 
 

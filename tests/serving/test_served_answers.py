@@ -8,17 +8,17 @@ import random
 
 import pytest
 import torch
-from chat_models import NEW_TOKENS, drawing
 from transformers import GenerationConfig
 
+from helpers.models.chat_models import NEW_TOKENS, drawing
 from hf_xattn.commands.main import main
 
 
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 from huggingface_hub.utils import httpx
-from model_server import TEXT, Served, asked
 
+from helpers.processes.model_server import TEXT, Served, asked
 from hf_xattn.serving import served_requests
 from hf_xattn.serving.answering import _Pieces
 from hf_xattn.serving.request_limits import ServerLimits
@@ -146,7 +146,7 @@ def test_a_model_that_searches_with_beams_by_itself(served, monkeypatch):
 
 
 def expected(served, **options):
-    from chat_models import answer, question
+    from helpers.models.chat_models import answer, question
 
     return answer(served.reference, served.processor, [question(TEXT)], **options)
 

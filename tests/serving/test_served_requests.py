@@ -6,17 +6,17 @@ import threading
 
 import pytest
 import torch
-from chat_models import data_url, drawing, make_chat_model
 from huggingface_hub.utils import httpx
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from helpers.models.chat_models import data_url, drawing, make_chat_model
+
 
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
-from model_server import Served
-
+from helpers.processes.model_server import Served
 from hf_xattn.serving.answering import _Pieces
 
 

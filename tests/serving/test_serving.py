@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
-from chat_models import NEW_TOKENS, answer, data_url, drawing, question
 from huggingface_hub.utils import httpx
-from model_server import TEXT, Served, asked, openai
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
+from helpers.models.chat_models import NEW_TOKENS, answer, data_url, drawing, question
+from helpers.processes.model_server import TEXT, Served, asked, openai
 from hf_xattn.commands.main import main
 
 

@@ -13,12 +13,12 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 import pytest
-from chat_models import data_url, drawing, question
 from huggingface_hub.utils import httpx
-from memory_checks import STATUS, resident
-from model_server import TEXT, Served, asked, openai
 from PIL import Image
 
+from helpers.models.chat_models import data_url, drawing, question
+from helpers.processes.model_server import TEXT, Served, asked, openai
+from helpers.references.memory_checks import STATUS, resident
 from hf_xattn.commands.main import main
 from hf_xattn.serving import request_limits
 from hf_xattn.serving.request_limits import ServerLimits

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from chat_models import drawing, question
-from memory_checks import STATUS, resident, tensors_alive
-from model_server import TEXT, asked, openai
 from PIL import Image
+
+from helpers.models.chat_models import drawing, question
+from helpers.processes.model_server import TEXT, asked, openai
+from helpers.references.memory_checks import STATUS, resident, tensors_alive
 
 
 PICTURES = 5

@@ -5,14 +5,16 @@ import math
 import shutil
 
 import pytest
-from digit_model import QUESTION, WORDS, make_digit_model
 from PIL import Image
+
+from helpers.models.digit_model import QUESTION, WORDS, make_digit_model
 
 
 pytest.importorskip("gradio", reason="the page needs Gradio: pip install -e '.[browser]'")
 pytest.importorskip("playwright", reason="the browser is driven by playwright: pip install -e '.[browser]'")
 from playwright.sync_api import expect, sync_playwright
-from web_server import nobody_answers, served, slow
+
+from helpers.processes.web_server import nobody_answers, served, slow
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

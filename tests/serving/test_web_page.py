@@ -13,17 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from chat_models import NEW_TOKENS, answer, drawing, question
-from checkout import EXAMPLES, ROOT
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from helpers.checkout import EXAMPLES, ROOT
+from helpers.models.chat_models import NEW_TOKENS, answer, drawing, question
 
 
 pytest.importorskip("gradio", reason="the page needs Gradio: pip install -e '.[web]'")
 import httpx
-from web_server import nobody_answers, served, slow
-from web_visitor import Refused, WebVisitor
 
+from helpers.processes.web_server import nobody_answers, served, slow
+from helpers.processes.web_visitor import Refused, WebVisitor
 from hf_xattn.checkpoints.model_card import write_model_card
 from hf_xattn.commands.main import main
 from hf_xattn.commands.servers import address_of

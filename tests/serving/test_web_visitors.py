@@ -3,7 +3,6 @@
 import io
 
 import pytest
-from chat_models import NEW_TOKENS, answer, drawing, question
 from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
@@ -13,6 +12,7 @@ from transformers import (
     SiglipImageProcessorPil,
 )
 
+from helpers.models.chat_models import NEW_TOKENS, answer, drawing, question
 from hf_xattn import attention_maps
 from hf_xattn.serving.web import visitors as module
 from hf_xattn.serving.web.canvas import drawing_for

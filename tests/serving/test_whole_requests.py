@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 from huggingface_hub.utils import httpx
-from model_server import TEXT, Served
+
+from helpers.processes.model_server import TEXT, Served
 
 
 CHAT = "/v1/chat/completions"

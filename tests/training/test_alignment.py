@@ -4,13 +4,10 @@ import itertools
 from types import SimpleNamespace
 
 import numpy as np
-import own_parts
 import pytest
 import torch
 from PIL import Image
-from ridge_regression import ridge
 from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
-from training_examples import COLOURS
 from transformers import (
     AutoTokenizer,
     ResNetConfig,
@@ -18,6 +15,9 @@ from transformers import (
     SiglipImageProcessorPil,
 )
 
+from helpers.inputs.training_examples import COLOURS
+from helpers.models import own_parts
+from helpers.references.ridge_regression import ridge
 from hf_xattn import XAttnProcessor, align_connector, retrofit
 from hf_xattn.parts.grid_code import GridCode
 from hf_xattn.training.alignment_rows import CannotAlign

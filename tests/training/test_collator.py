@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from collator_rows import ANSWER, LONG, QUESTION, SHORT, row, said
-from template_models import (
+
+from helpers.inputs.collator_rows import ANSWER, LONG, QUESTION, SHORT, row, said
+from helpers.models.template_models import (
     CHATML,
     GENERATION,
     PLAIN,
@@ -19,7 +20,6 @@ from template_models import (
     make_tokenizer,
     picture,
 )
-
 from hf_xattn import XAttnDataCollator
 from hf_xattn.training import answer_spans
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from collator_rows import ANSWER, QUESTION, SHORT, row
-from gradient_checks import outputs_and_gradients, without_dropout
-from template_models import CHATML, make_chat_model, make_processor, picture
-from training_runs import sft_settings, short_arguments
 from transformers import Trainer
 
+from helpers.inputs.collator_rows import ANSWER, QUESTION, SHORT, row
+from helpers.models.template_models import CHATML, make_chat_model, make_processor, picture
+from helpers.processes.training_runs import sft_settings, short_arguments
+from helpers.references.gradient_checks import outputs_and_gradients, without_dropout
 from hf_xattn import XAttnDataCollator
 
 

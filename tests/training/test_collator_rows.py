@@ -6,9 +6,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from collator_rows import ANSWER, QUESTION, SHORT, row, said
-from template_models import CHATML, make_processor, picture
 
+from helpers.inputs.collator_rows import ANSWER, QUESTION, SHORT, row, said
+from helpers.models.template_models import CHATML, make_processor, picture
 from hf_xattn import XAttnDataCollator
 
 

@@ -4,13 +4,13 @@ import pickle
 
 import pytest
 import torch
-from collator_rows import ANSWER, QUESTION, SHORT, row
-from template_models import CHATML, GENERATION, make_chat_model, make_processor, picture
 from torch.utils.data import DataLoader
-from training_runs import sft_settings, short_arguments
 from transformers import Trainer
 from transformers.trainer_utils import set_seed
 
+from helpers.inputs.collator_rows import ANSWER, QUESTION, SHORT, row
+from helpers.models.template_models import CHATML, GENERATION, make_chat_model, make_processor, picture
+from helpers.processes.training_runs import sft_settings, short_arguments
 from hf_xattn import XAttnDataCollator
 from hf_xattn.utils.transformers_api import is_before
 

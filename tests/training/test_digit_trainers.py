@@ -8,14 +8,14 @@ from collections import Counter
 
 import pytest
 import torch
-from checkout import EXAMPLES
 from safetensors.torch import load_file
 from task import Recipe, make_bases, make_model
-from tiny_models import needs_part
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-from warm_processes import run_ranks
 
+from helpers.checkout import EXAMPLES
+from helpers.models.tiny_models import needs_part
+from helpers.processes.warm_processes import run_ranks
 from hf_xattn import sharding_units
 
 

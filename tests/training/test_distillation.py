@@ -5,14 +5,14 @@ import os
 
 import pytest
 import torch
-from command_runs import interrupted, run, run_training
 from safetensors.torch import load_file
-from template_models import CHATML, make_chat_model, make_processor
-from training_examples import CAPTIONS, draw, write_examples
-from training_runs import short_arguments
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
-from warm_processes import run_ranks
 
+from helpers.inputs.training_examples import CAPTIONS, draw, write_examples
+from helpers.models.template_models import CHATML, make_chat_model, make_processor
+from helpers.processes.command_runs import interrupted, run, run_training
+from helpers.processes.training_runs import short_arguments
+from helpers.processes.warm_processes import run_ranks
 from hf_xattn import XAttnDataCollator, freeze, load_rows
 from hf_xattn.data.order import Shuffled
 from hf_xattn.data.pictures import picture_parts

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import warm_processes
-from command_runs import run
-from encoded_features import encode, save_features
 from safetensors import safe_open
 from safetensors.torch import save_file
-from template_models import picture
-from tiny_mllama import make_mllama, make_mllama_processor
-from tiny_models import randomize
-from training_examples import CAPTIONS, CHAT, COLOURS, draw, write_examples
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ResNetConfig, ResNetModel
 
+from helpers.inputs.training_examples import CAPTIONS, CHAT, COLOURS, draw, write_examples
+from helpers.models.encoded_features import encode, save_features
+from helpers.models.template_models import picture
+from helpers.models.tiny_mllama import make_mllama, make_mllama_processor
+from helpers.models.tiny_models import randomize
+from helpers.processes import warm_processes
+from helpers.processes.command_runs import run
 from hf_xattn import VisionFeatures, XAttnDataCollator, XAttnProcessor, freeze, remove_blocks, retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.data.loading import load_rows

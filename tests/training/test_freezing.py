@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from gradient_checks import checkpoint_activations
-from tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
 from transformers import AutoModel, GPT2Config, MixtralConfig, ResNetConfig
 
+from helpers.models.tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
+from helpers.references.gradient_checks import checkpoint_activations
 from hf_xattn import XAttnForConditionalGeneration, freeze, freeze_base, parameter_groups, retrofit, training_table
 from hf_xattn.decoders.insertion import PARTS, part_of
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from chat_templates import TEXT_TEMPLATES, make_processor
-from encoded_features import save_features
-from hostile_inputs import is_ours
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from helpers.inputs.chat_templates import TEXT_TEMPLATES, make_processor
+from helpers.inputs.hostile_inputs import is_ours
+from helpers.models.encoded_features import save_features
 from hf_xattn import VisionFeatures
 from hf_xattn.processing.image_limits import LIMITS
 from hf_xattn.processing.image_reading import frames_to_read, read_frames

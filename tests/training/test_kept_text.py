@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 import torch
-from command_runs import FAST, interrupted, run, run_training
 from safetensors.torch import load_file
-from template_models import make_chat_model, make_processor, save_chat_model
 from text_questions import TEST_PROMPTS
-from training_examples import CAPTIONS, write_examples
-from warm_processes import run_ranks
 
+from helpers.inputs.training_examples import CAPTIONS, write_examples
+from helpers.models.template_models import make_chat_model, make_processor, save_chat_model
+from helpers.processes.command_runs import FAST, interrupted, run, run_training
+from helpers.processes.warm_processes import run_ranks
 from hf_xattn.training import kept_text
 from hf_xattn.training.bad_rows import RowReader, resolved
 from hf_xattn.training.kept_text import KEPT_TEXT_FILE, PROMPTS, read_prompts

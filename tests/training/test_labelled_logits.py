@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tiny_decoders import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
-from tiny_models import randomize
-from training_runs import short_arguments
 from transformers import Trainer
 
+from helpers.models.tiny_decoders import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
+from helpers.models.tiny_models import randomize
+from helpers.processes.training_runs import short_arguments
 from hf_xattn import freeze
 from hf_xattn.training.trainer import RunTrainer
 

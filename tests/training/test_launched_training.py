@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkout import ROOT
-from command_runs import run_training
 from safetensors.torch import load_file
-from template_models import save_chat_model
-from training_examples import CAPTIONS, write_examples
 
+from helpers.checkout import ROOT
+from helpers.inputs.training_examples import CAPTIONS, write_examples
+from helpers.models.template_models import save_chat_model
+from helpers.processes.command_runs import run_training
 from hf_xattn.training import launch
 from hf_xattn.training.run_folder import CHECKPOINTS, OPTIONS_FILE
 

@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
-from command_runs import run_training
 from PIL import Image
-from template_models import make_chat_model, make_processor, picture, save_chat_model
-from training_examples import COLOURS, write_examples
-from training_runs import short_arguments
 from transformers import Trainer
 
+from helpers.inputs.training_examples import COLOURS, write_examples
+from helpers.models.template_models import make_chat_model, make_processor, picture, save_chat_model
+from helpers.processes.command_runs import run_training
+from helpers.processes.training_runs import short_arguments
 from hf_xattn import PictureUseCallback, XAttnDataCollator
 from hf_xattn.training.picture_use import picture_use
 

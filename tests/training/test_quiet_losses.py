@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from collator_rows import LONG, SHORT, said
-from template_models import CHATML, HEADERS, make_chat_model, make_processor, picture
-from tiny_decoders import make_tiny, retrofitted
-from tiny_models import make_model, pixels, token_ids
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
+from helpers.inputs.collator_rows import LONG, SHORT, said
+from helpers.models.template_models import CHATML, HEADERS, make_chat_model, make_processor, picture
+from helpers.models.tiny_decoders import make_tiny, retrofitted
+from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn import XAttnDataCollator, freeze_base
 from hf_xattn.training.trainer import RunTrainer
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed
-from collator_rows import LONG, SHORT
-from template_models import CHATML, INST, make_chat_model, make_processor, picture
 from torch.distributed.fsdp import fully_shard
-from training_examples import write_examples
 from transformers import GPT2Config, Trainer, TrainingArguments
 
+from helpers.inputs.collator_rows import LONG, SHORT
+from helpers.inputs.training_examples import write_examples
+from helpers.models.template_models import CHATML, INST, make_chat_model, make_processor, picture
 from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, load_rows, sharding_units
 from hf_xattn.data.rows import TRAINED, read_row
 from hf_xattn.evaluation.questions import questions_of

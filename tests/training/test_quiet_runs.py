@@ -4,14 +4,21 @@ import json
 
 import pytest
 import torch
-from collator_rows import row
-from command_runs import run, run_training
-from template_models import CHATML, TEXT, make_chat_model, make_processor, make_tokenizer, save_chat_model
 from tokenizers import AddedToken, processors
-from training_examples import CAPTIONS, draw, write_examples
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, SiglipImageProcessorPil
 from transformers.testing_utils import CaptureLogger
 
+from helpers.inputs.collator_rows import row
+from helpers.inputs.training_examples import CAPTIONS, draw, write_examples
+from helpers.models.template_models import (
+    CHATML,
+    TEXT,
+    make_chat_model,
+    make_processor,
+    make_tokenizer,
+    save_chat_model,
+)
+from helpers.processes.command_runs import run, run_training
 from hf_xattn import XAttnDataCollator, XAttnProcessor, load_rows
 from hf_xattn.training import collator
 from hf_xattn.utils.transformers_api import is_before

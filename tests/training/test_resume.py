@@ -7,15 +7,15 @@ import random
 import shutil
 import time
 
-import killed_runs
 import pytest
 import torch
-from checkout import ROOT
 from safetensors.torch import load_file, save_file
-from template_models import save_chat_model
-from training_examples import MIXED, write_examples
-from warm_processes import KILLED, call, start
 
+from helpers.checkout import ROOT
+from helpers.inputs.training_examples import MIXED, write_examples
+from helpers.models.template_models import save_chat_model
+from helpers.processes import killed_runs
+from helpers.processes.warm_processes import KILLED, call, start
 from hf_xattn import last_complete_checkpoint
 from hf_xattn.training.complete_checkpoints import find_checkpoints
 from hf_xattn.training.run_folder import CHECKPOINTS, OPTIONS_FILE, UNFINISHED

@@ -2,7 +2,8 @@
 
 import numpy as np
 import torch
-from ridge_regression import ridge
+
+from helpers.references.ridge_regression import ridge
 
 
 def test_ridge():

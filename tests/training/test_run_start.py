@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
-from checkout import HELPERS
-from command_runs import interrupted, run, run_training
-from template_models import save_chat_model
-from training_examples import CAPTIONS, write_examples
 from transformers import AutoModelForImageTextToText, AutoProcessor
-from warm_processes import run_ranks
 
+from helpers.checkout import HELPERS
+from helpers.inputs.training_examples import CAPTIONS, write_examples
+from helpers.models.template_models import save_chat_model
+from helpers.processes.command_runs import interrupted, run, run_training
+from helpers.processes.warm_processes import run_ranks
 from hf_xattn import align_connector, load_rows
 from hf_xattn.training import run_data
 from hf_xattn.training.run_folder import OPTIONS_FILE
@@ -225,7 +225,11 @@ def test_two_processes(data, tmp_path):
     run_ranks(2, ["-m", "hf_xattn", *words, "--text-share", "0", "--device", "cpu"])
     expected = aligned(model, load_rows(data))
     check_same(weights(tmp_path / "out"), expected)
-    told = [line for line in run_ranks(2, [HELPERS / "start_ranks.py", model, data]).splitlines() if "words, " in line]
+    told = [
+        line
+        for line in run_ranks(2, [HELPERS / "processes" / "start_ranks.py", model, data]).splitlines()
+        if "words, " in line
+    ]
     total = sum(float(value.double().abs().sum()) for name, value in expected.items() if ADDED.search(name))
     assert len(told) == 2 and told[0] == told[1]
     assert float(told[0].removeprefix("by words, ")) == pytest.approx(total, rel=1e-6)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from command_runs import interrupted, run_training
 from safetensors.torch import load_file
-from template_models import save_chat_model
-from tiny_models import make_model
-from training_examples import CAPTIONS, write_examples
 
+from helpers.inputs.training_examples import CAPTIONS, write_examples
+from helpers.models.template_models import save_chat_model
+from helpers.models.tiny_models import make_model
+from helpers.processes.command_runs import interrupted, run_training
 from hf_xattn import freeze, parameter_groups
 from hf_xattn.training.parameter_groups import starts_at_zero
 

@@ -6,17 +6,17 @@ import re
 import subprocess
 import sys
 
-import killed_runs
 import pytest
 import torch
-from checkout import HELPERS
-from command_runs import run_training
-from data_sources import content, questions, write_all, write_tar
-from template_models import save_chat_model
-from training_examples import CAPTIONS, write_examples
 from transformers import AutoModelForImageTextToText
-from warm_processes import KILLED, call, run_ranks
 
+from helpers.checkout import HELPERS
+from helpers.inputs.data_sources import content, questions, write_all, write_tar
+from helpers.inputs.training_examples import CAPTIONS, write_examples
+from helpers.models.template_models import save_chat_model
+from helpers.processes import killed_runs
+from helpers.processes.command_runs import run_training
+from helpers.processes.warm_processes import KILLED, call, run_ranks
 from hf_xattn.training import run_data
 from hf_xattn.training.bad_rows import BAD_ROWS_FILE
 from hf_xattn.training.picture_use import MOST_ROWS
@@ -67,7 +67,7 @@ def test_each_rank_and_worker_reads_its_own(model, tmp_path):
     log.mkdir()
     options = "--stream --batch-size 3 --workers 2 --epochs 1 --log-steps 50 --text-share 0 --device cpu".split()
     words = [str(model), "--data", f"{tmp_path}/{{00..15}}.tar", "--output", str(tmp_path / "out"), *options]
-    run_ranks(2, [HELPERS / "stream_ranks.py", log, "train", *words])
+    run_ranks(2, [HELPERS / "processes" / "stream_ranks.py", log, "train", *words])
     read = {path.name: [int(line) for line in path.read_text().split()] for path in log.iterdir()}
     compared = [read.pop(f"{rank}-main") for rank in range(2)]  # with their own picture and with another
     assert compared[0] == compared[1] and len(compared[0]) == MOST_ROWS

@@ -7,14 +7,14 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from command_runs import FAST, interrupted, run_training
 from safetensors.torch import load_file
-from template_models import make_processor, save_chat_model
-from tiny_mllama import make_mllama, make_mllama_processor
-from tiny_models import make_text, randomize
-from training_examples import CAPTIONS, CHAT, MIXED, draw, write_examples
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, Trainer
 
+from helpers.inputs.training_examples import CAPTIONS, CHAT, MIXED, draw, write_examples
+from helpers.models.template_models import make_processor, save_chat_model
+from helpers.models.tiny_mllama import make_mllama, make_mllama_processor
+from helpers.models.tiny_models import make_text, randomize
+from helpers.processes.command_runs import FAST, interrupted, run_training
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.data.forms import FORMS

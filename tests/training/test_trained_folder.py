@@ -9,13 +9,13 @@ import shutil
 
 import pytest
 import transformers
-from command_runs import FAST, interrupted, run
-from known_checkpoints import SIGLIP, make_siglip
-from template_models import make_chat_model, make_processor, save_chat_model
-from tiny_models import make_text
-from training_examples import CAPTIONS, COLOURS, draw, write_examples
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, LlamaConfig
 
+from helpers.inputs.training_examples import CAPTIONS, COLOURS, draw, write_examples
+from helpers.models.known_checkpoints import SIGLIP, make_siglip
+from helpers.models.template_models import make_chat_model, make_processor, save_chat_model
+from helpers.models.tiny_models import make_text
+from helpers.processes.command_runs import FAST, interrupted, run
 from hf_xattn import retrofit
 from hf_xattn.checkpoints import bases
 from hf_xattn.data.forms import CAPTION_PROMPT

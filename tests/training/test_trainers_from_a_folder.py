@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from chat_models import drawing, question
 from transformers import AutoModelForImageTextToText, AutoProcessor, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
+from helpers.models.chat_models import drawing, question
 from hf_xattn import XAttnForConditionalGeneration
 
 

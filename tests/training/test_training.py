@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_models import make_model, make_text, pixels, token_ids
-from training_runs import Pairs, arguments
 from transformers import AutoModel, ResNetConfig, Trainer
 
+from helpers.models.tiny_models import make_model, make_text, pixels, token_ids
+from helpers.processes.training_runs import Pairs, arguments
 from hf_xattn import XAttnForConditionalGeneration, freeze_base, retrofit
 
 

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 import torch
-from marked_models import MARKER, RULES, marked
-from tiny_models import make_model, make_text, pixels, token_ids
 
+from helpers.models.marked_models import MARKER, RULES, marked
+from helpers.models.tiny_models import make_model, make_text, pixels, token_ids
 from hf_xattn import freeze_base
 from hf_xattn.utils.transformers_api import CACHE
 

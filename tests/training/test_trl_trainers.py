@@ -4,12 +4,12 @@ import sys
 
 import pytest
 import torch
-from chat_models import drawing, make_chat_model, question
-from checkout import EXAMPLES
 from tiny_chat import CHAT_TEMPLATE
-from tiny_models import make_model, randomize
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
+from helpers.checkout import EXAMPLES
+from helpers.models.chat_models import drawing, make_chat_model, question
+from helpers.models.tiny_models import make_model, randomize
 from hf_xattn import XAttnDataCollator, XAttnProcessor, retrofit
 
 

@@ -9,17 +9,17 @@ import pytest
 
 pytest.importorskip("vllm.config", reason="vLLM is not installed (see examples/vllm)")
 
-from checkout import ROOT
-from engine_models import RESAMPLER, TEXTS, save_adapter, save_with_base
+from helpers.checkout import TESTS
+from helpers.processes.engine_models import RESAMPLER, TEXTS, save_adapter, save_with_base
 
 
-RUN = ROOT / "tests" / "helpers" / "engine_run.py"
 # The largest difference of log-probabilities, in float32. Gemma 2's soft cap is approximate in vLLM's CPU kernel.
 ROUNDING, GEMMA_2, BFLOAT16 = 1e-4, 1e-2, 0.1
 
 
 def run(**given):
-    made = subprocess.run([sys.executable, RUN, json.dumps(given)], capture_output=True, text=True, timeout=900)
+    words = [sys.executable, "-m", "helpers.processes.engine_run", json.dumps(given)]
+    made = subprocess.run(words, cwd=TESTS, capture_output=True, text=True, timeout=900)
     line = next((line for line in made.stdout.splitlines() if line.startswith("RESULT ")), None)
     assert line is not None, made.stdout[-2000:] + made.stderr[-4000:]
     return json.loads(line.removeprefix("RESULT "))

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm.config", reason="vLLM is not installed (see examples/vllm)")
 
-from engine_models import save_model, save_with_base
 from transformers import AutoConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
@@ -20,6 +19,7 @@ from vllm.tokenizers.registry import TokenizerRegistry
 from vllm.transformers_utils import config as of_configs
 from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
+from helpers.processes.engine_models import save_model, save_with_base
 from hf_xattn import XAttnConfig
 from hf_xattn.vllm_plugin import plugin, vllm_api
 

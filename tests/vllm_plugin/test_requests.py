@@ -7,8 +7,7 @@ import pytest
 
 pytest.importorskip("vllm.config", reason="vLLM is not installed (see examples/vllm)")
 
-from engine_models import save_model
-
+from helpers.processes.engine_models import save_model
 from hf_xattn import XAttnConfig
 from hf_xattn.vllm_plugin import requests
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from own_parts import TURNING
-from tiny_architectures import tiny_config
-from tiny_models import make_text, vision_config
 
+from helpers.models.own_parts import TURNING
+from helpers.models.tiny_architectures import tiny_config
+from helpers.models.tiny_models import make_text, vision_config
 from hf_xattn import CrossAttentionConfig, XAttnConfig
 from hf_xattn.cache.text_progress import MarkerCounts
 from hf_xattn.cache.visibility import image_order, visible_images

@@ -18,8 +18,8 @@ import pytest
 
 pytest.importorskip("vllm.config", reason="vLLM is not installed (see examples/vllm)")
 
-from engine_models import save_model
-from tiny_mllama import picture as drawn
+from helpers.models.tiny_mllama import picture as drawn
+from helpers.processes.engine_models import save_model
 
 
 REQUESTS, WARM_UP, CLIENTS, MOST_IMAGES = 200, 100, 8, 3

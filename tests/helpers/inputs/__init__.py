@@ -1,0 +1,1 @@
+"""Tensors, rows, pictures and files that tests give, good ones and bad ones."""

@@ -1,0 +1,1 @@
+"""Small models of every kind that the package serves, and their checkpoints."""

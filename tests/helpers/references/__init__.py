@@ -1,0 +1,1 @@
+"""What results are compared with, and how they are measured."""
