@@ -1,10 +1,17 @@
 """Encoded images as values: batches of them, and files."""
 
+import json
+import os
+import random
+import struct
+
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import SiglipVisionModel
 
+from helpers.inputs.damaged_checkpoints import is_ours
 from helpers.inputs.image_stores import damaged
 from helpers.models.tiny_decoders import make_tiny
 from helpers.models.tiny_models import make_model, pixels, randomize, token_ids, vision_config
@@ -241,3 +248,101 @@ def test_scripts_import_files_of_images_from_where_they_were():
     """A script for an earlier version that ends at its first line."""
     for function in (combine_images, load_image_cache, save_image_cache):
         assert getattr(image_cache, function.__name__) is function
+
+
+def caches(file):
+    """Changes of a file of encoded images, seeded: (name, bytes, or a function that changes tensors and metadata)."""
+    whole = file.read_bytes()
+    end = 8 + struct.unpack("<Q", whole[:8])[0]
+    generator = random.Random(4)
+    for size in (0, 5, 8, 100, end, len(whole) - 1):
+        yield f"of {size} bytes", whole[:size]
+    yield "with more bytes", whole + b"\0" * 8
+    for place in sorted(generator.sample(range(end), 40)):
+        data = bytearray(whole)
+        data[place] ^= 1 << generator.randrange(8)
+        yield f"flip of byte {place}", bytes(data)
+
+    def facts(**changes):
+        return lambda tensors, metadata: metadata.update(
+            images=json.dumps({**json.loads(metadata["images"]), **changes})
+        )
+
+    for sizes in (
+        [16, 17],
+        [10**12],
+        [-16, 32, 16],
+        [0, 32],
+        ["16", "16"],
+        [16.0, 16.0],
+        "xx",
+        None,
+        [],
+        {"a": 1},
+        [True, 31],
+    ):
+        yield f"sizes {sizes}", facts(sizes=sizes)
+    good = {"of": "pixel_values", "dtype": "float32", "sizes": [1, 1]}
+    for change in (
+        {"of": "x"},
+        {"of": 3},
+        {"dtype": "load"},
+        {"dtype": 3},
+        {"sizes": [10**12]},
+        {"sizes": []},
+        {"sizes": "x"},
+    ):
+        yield f"digests {change}", facts(digests=[{**good, **change}])
+    for digests in ([3], "x", 3, [{}], [good, good]):
+        yield f"digests {digests}", facts(digests=digests)
+    for text in ("", "[]", "3", "{", "[" * 10_000, '{"a": ' + "1" * 5000 + "}"):
+        yield f"facts {text[:5]} of {len(text)}", lambda tensors, metadata, text=text: metadata.update(images=text)
+    for value in ("", "hf_xattn image cache 2", "x"):
+        yield f"format {value}", lambda tensors, metadata, value=value: metadata.update(format=value)
+    yield "another model", lambda tensors, metadata: metadata.update(identity="0" * 64)
+    for name in ("layers.0.keys", "layers.1.values", "digests.0.values"):
+        yield f"without {name}", lambda tensors, metadata, name=name: tensors.pop(name)
+        yield (
+            f"integers for {name}",
+            lambda tensors, metadata, name=name: tensors.update({name: tensors[name].to(torch.int32)}),
+        )
+        yield (
+            f"one axis of {name}",
+            lambda tensors, metadata, name=name: tensors.update({name: tensors[name].flatten()}),
+        )
+        yield f"nothing in {name}", lambda tensors, metadata, name=name: tensors.update({name: tensors[name][:0]})
+    yield "a surplus tensor", lambda tensors, metadata: tensors.update(surplus=torch.zeros(4))
+    yield (
+        "a mask of other rows",
+        lambda tensors, metadata: tensors.update({"images.token_mask": torch.ones(3, 32, dtype=torch.bool)}),
+    )
+
+
+def test_files_of_encoded_images(tmp_path):
+    """Encoded images of another model, or changed ones, that are taken, or an error from inside of torch."""
+    model, file, other = make_model(), tmp_path / "images.safetensors", tmp_path / "other.safetensors"
+    save_image_cache(model.encode_images(pixel_values=pixels(2, 2)), file, model)
+    expected = load_image_cache(file, model).cross_attention_cache
+    wrong, count = {}, 0
+    for name, change in caches(file):
+        count += 1
+        if isinstance(change, bytes):
+            other.write_bytes(change)
+        else:
+            with safe_open(file, "pt") as opened:
+                tensors, metadata = {n: opened.get_tensor(n) for n in opened.keys()}, dict(opened.metadata())
+            change(tensors, metadata)
+            save_file({n: tensor.contiguous() for n, tensor in tensors.items()}, other, metadata)
+        try:
+            got = load_image_cache(other, model).cross_attention_cache
+        except Exception as error:
+            if not is_ours(error):
+                wrong[name] = f"{type(error).__name__}: {error}"
+            continue
+        same = name.startswith("flip") and all(
+            torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in zip(got.layers, expected.layers)
+        )
+        if not same:
+            wrong[name] = "taken"
+    assert not wrong, "\n".join(f"{name}: {why}" for name, why in wrong.items())
+    assert count >= 80 and not os.path.exists(tmp_path / "run")

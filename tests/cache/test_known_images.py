@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from transformers import DynamicCache, EncoderDecoderCache
 
-from helpers.models.marked_models import MARKER, close, marked, states_of
+from helpers.models.marked_models import MARKER, close, marked, marked_model, states_of
 from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn.storage.image_files import combine_images
 from hf_xattn.utils.transformers_api import CACHE
+
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
 WHAT_TO_SEND = "Pass only the new images, or all images of the conversation from the first on"
@@ -368,3 +372,34 @@ def test_combined_caches_know_their_images():
     )
     with pytest.raises(ValueError, match="content was not recorded"):
         model(ids, pixel_values=a, cache=mixed)
+
+
+@torch.no_grad()
+def test_a_picture_sent_again_in_a_later_turn():
+    """A new picture at the marker of one that the cache takes for its own."""
+    model, ids = marked_model()
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    first, second = pixels(1, 1), pixels(1, 1, seed=8)
+    text = model.generate(ids(6, 0), pixel_values=first, cache=cache, **GREEDY)
+    both = torch.cat([first, second], dim=1)
+    text = torch.cat([text, ids(8, 1, 5, seed=3)], dim=1)
+    with pytest.raises(ValueError, match="Row 0: expected one image marker for each of 1 images without one, got 2"):
+        model.generate(text, pixel_values=both, cache=cache, **GREEDY)
+    whole = torch.cat([first, both], dim=1)
+    made = model.generate(text, pixel_values=whole, cache=cache, **GREEDY)  # the refused call has left nothing behind
+    assert torch.equal(made, model.generate(text, pixel_values=whole, **GREEDY))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])
+def test_a_later_picture_for_rows_that_share_it(options):
+    """An error inside of the check above, where the cached text has more rows than the ids: one for each answer."""
+    model, ids = marked_model()
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    first, more = ids(6, 0).repeat(2, 1), ids(3, seed=9).repeat(2, 1)
+    model(first, pixel_values=pixels(2, 1), cache=cache)
+    cache.batch_repeat_interleave(2)
+    model(more.repeat(2, 1), cache=cache)
+    text = torch.cat([first, more, ids(5, 1, seed=3).repeat(2, 1)], dim=1)
+    made = model.generate(text, pixel_values=pixels(2, 1, seed=8), cache=cache, **(GREEDY | options))
+    assert torch.equal(made[:: len(made) // 2, :14], text)

@@ -6,9 +6,12 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
-from helpers.models.marked_models import MARKER, RULES, close, generate, marked, sees_of, states_of
+from helpers.models.marked_models import MARKER, RULES, close, generate, marked, sees_of, states_of, strong_model, turn
 from helpers.models.tiny_models import make_model, make_text, pixels, token_ids
 from hf_xattn.utils.transformers_api import CACHE
+
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
 @pytest.mark.parametrize("form", ["tiles", "images", "tokens"])
@@ -193,3 +196,19 @@ def test_markers_count_again_after_a_mask(rule):
         assert close(torch.cat(parts, 1), expected[:, 5:])
     uncached = generate(model, ids[:, :5], pixel_values=images, cross_attention_mask=mask, use_cache=False)
     assert torch.equal(generate(model, ids[:, :5], pixel_values=images, cross_attention_mask=mask), uncached)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return strong_model()
+
+
+@pytest.mark.parametrize("given, columns", [("new", 17), ("new", 20), ("whole", 19)])
+def test_mask_of_another_length(given, columns, model):
+    """New text without the last generated token, which no cache holds; or text that is read twice."""
+    made, new = turn(model), token_ids(1, 4, seed=9)
+    assert int(made[CACHE].get_seq_length()) == 12 and made.sequences.shape[1] == 13
+    ids = new if given == "new" else torch.cat([made.sequences, new], dim=1)
+    mask = torch.ones(1, columns, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"Expected `attention_mask` of shape \(batch, .* behind the 12 tokens"):
+        model.generate(ids, cache=made[CACHE], attention_mask=mask, **GREEDY)

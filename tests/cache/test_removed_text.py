@@ -5,12 +5,19 @@ import copy
 import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
+from transformers.utils.logging import warning_once
 
+from helpers.models.marked_models import marked_model, strong_model
 from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn.cache.image_cache import select_images
 from hf_xattn.cache.xattn_cache import XAttnCache
 from hf_xattn.storage.image_files import combine_images
 from hf_xattn.utils.transformers_api import CACHE
+
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
 MARKER = 5
@@ -156,3 +163,59 @@ def test_repeated_rows_keep_their_padding():
     cache.text_rows, cache.text_padding = 2, torch.tensor([[3], [0]])
     cache.batch_repeat_interleave(2)
     assert cache.text_padding.tolist() == [[3], [3], [0], [0]] and cache.text_rows == 4
+
+
+@pytest.fixture(scope="module")
+def model():
+    return strong_model()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["select", "repeat", "reorder", "crop"])
+def test_images_stay_without_text(change, model):
+    """A question that is written into the encoded images, so that the next one is read as its continuation."""
+    images = pixels(2, 1)
+    cache = model.encode_images(pixel_values=images)
+    if change == "select":
+        cache.batch_select_indices(torch.tensor([1, 0]))
+        images = images[[1, 0]]
+    elif change == "repeat":
+        cache.batch_repeat_interleave(2)
+        images = images.repeat_interleave(2, 0)
+    elif change == "reorder":
+        cache.reorder_cache(torch.tensor([0, 1]))
+    else:
+        model(token_ids(2), cache=cache)
+        cache.crop(-token_ids(2).shape[1])
+    for length in (7, 20):
+        ids = token_ids(len(images), length, seed=length)
+        found = model.generate(ids, cache=cache, **GREEDY)
+        assert torch.equal(found, model.generate(ids, pixel_values=images, **GREEDY))
+        assert int(cache.get_seq_length()) == 0
+
+
+@torch.no_grad()
+def test_emptied_images(model):
+    """A question that is answered without the images, which `reset` removed."""
+    cache = model.encode_images(pixel_values=pixels(1, 1))
+    cache.reset()
+    with pytest.raises(ValueError, match="Expected `cache` to hold the images of `encode_images`"):
+        model.generate(token_ids(1), cache=cache, **GREEDY)
+    found = model.generate(token_ids(1), pixel_values=pixels(1, 1), cache=cache, **GREEDY)
+    assert torch.equal(found, model.generate(token_ids(1), pixel_values=pixels(1, 1), **GREEDY))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["crop", "crop of the text half"])
+def test_marker_of_removed_text(way):
+    """A picture that is answered with the one of a question that was taken back to the system prompt."""
+    model, ids = marked_model()
+    system, asked = ids(6, seed=1), ids(5, 0, seed=2)
+    for length, warns in ((5, True), (4, False)):
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        model(torch.cat([system, asked], dim=1), pixel_values=pixels(1, 1), cache=cache)
+        (cache if way == "crop" else cache.self_attention_cache).crop(-length)
+        warning_once.cache_clear()
+        with CaptureLogger(logging.get_logger("hf_xattn.cache.xattn_cache")) as said:
+            model(ids(5, 0, seed=3), pixel_values=pixels(1, 1, seed=8), cache=cache)
+        assert ("the next markers show them, and not the new ones" in said.out) == warns

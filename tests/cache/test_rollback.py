@@ -4,8 +4,11 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, EncoderDecoderCache, QuantizedLayer, StaticCache
 
-from helpers.models.marked_models import MARKER, close, fresh_cache, marked, state_space
+from helpers.models.marked_models import MARKER, close, fresh_cache, marked, marked_model, state_space
 from helpers.models.tiny_models import pixels, token_ids
+
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
 class Interrupted(KeyboardInterrupt):
@@ -164,3 +167,22 @@ def test_an_update_that_stops_between_keys_and_values(part):
     else:
         given = {"cache": cache, "pixel_values": images[:1]}
         assert close(model(ids[:1], **given).logits, expected[:1]), "another batch than that of the failed call"
+
+
+@torch.no_grad()
+def test_static_cache_after_a_failed_prefill():
+    """A picture that is answered with the one of a call that failed before it had read anything."""
+    model, _ = marked_model()
+    cache = EncoderDecoderCache(StaticCache(config=model.config.text_config, max_cache_len=32), DynamicCache())
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    handle = model.model.text_model.register_forward_pre_hook(fail)
+    ids = token_ids(1)
+    ids[0, 1:], ids[0, 0] = 7, MARKER
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.generate(ids, pixel_values=pixels(1, 1), cache=cache, **GREEDY)
+    handle.remove()
+    with pytest.raises(ValueError, match="holds images of text that was removed"):
+        model.generate(ids, pixel_values=pixels(1, 1, seed=8), cache=cache, **GREEDY)

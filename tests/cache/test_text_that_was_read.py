@@ -6,12 +6,19 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
+from helpers.models.marked_models import strong_model, turn
 from helpers.models.tiny_decoders import make_tiny, retrofitted
 from helpers.models.tiny_models import make_model, pixels, token_ids
 from helpers.references.gradient_checks import checkpoint_activations
 from hf_xattn import freeze_base
+from hf_xattn.cache.image_cache import select_images
 from hf_xattn.utils.transformers_api import CACHE
+
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
 LOOKUP = {"do_sample": False, "prompt_lookup_num_tokens": 3}
@@ -134,3 +141,41 @@ def test_a_mask_to_add_to_scores(name):
         model(ids, pixel_values=images, **{name: of_tiles(bias)})
     expected = model(ids, pixel_values=images, **{name: of_tiles(allowed.bool())}).logits
     assert torch.equal(model(ids, pixel_values=images, **{name: of_tiles(allowed)}).logits, expected)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return strong_model()
+
+
+def test_images_with_the_text_of_a_forward(model):
+    """A question whose beginning counts as read, because another text of that length was."""
+    cache = model.encode_images(pixel_values=pixels(1, 1))
+    with torch.no_grad(), CaptureLogger(logging.get_logger("hf_xattn.generation_xattn")) as said:
+        model.generate(token_ids(1, 20, seed=11), cache=cache, **GREEDY)
+        assert said.out == ""
+        model(token_ids(1), cache=cache)
+        model.generate(token_ids(1, 20, seed=11), cache=cache, **GREEDY)
+    assert "`cache` from `encode_images` holds text" in said.out
+
+
+def test_new_text_with_the_last_token(model):
+    """A mask that is right, and refused."""
+    made, new = turn(model), token_ids(1, 4, seed=9)
+    text = torch.cat([made.sequences, new], dim=1)
+    cached = int(made[CACHE].get_seq_length())
+    mask = torch.ones_like(text)
+    found = model.generate(text[:, cached:], cache=made[CACHE], attention_mask=mask, **GREEDY)
+    assert torch.equal(found[:, -6:], model.generate(text, pixel_values=pixels(1, 1), **GREEDY)[:, -6:])
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 3}], ids=str)
+def test_text_of_other_beams(options, model):
+    """The cache of a beam search, whose rows are not those of the sequences that it returns."""
+    made = turn(model, **options)
+    text = torch.cat([made.sequences, token_ids(len(made.sequences), 4, seed=9)], dim=1)
+    with pytest.raises(ValueError, match="comes from a beam search"):
+        model.generate(text.repeat_interleave(3 // len(text), 0), cache=made[CACHE], **GREEDY)
+    images = select_images(made[CACHE], [0])
+    expected = model.generate(text, pixel_values=pixels(1, 1).expand(len(text), -1, -1, -1, -1), **GREEDY)
+    assert torch.equal(model.generate(text, cache=images, **GREEDY), expected)

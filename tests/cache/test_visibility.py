@@ -2,16 +2,25 @@
 
 import pytest
 import torch
+from transformers import DynamicCache, SiglipVisionModel
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
 )
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
+from helpers.models.marked_models import MARKER, marked_model
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
+from hf_xattn import retrofit
 from hf_xattn.cache.image_layout import ImageLayout
 from hf_xattn.cache.text_progress import CallersMask, History, TextProgress
 from hf_xattn.cache.visibility import decide_visibility, image_order, visible_images
 from hf_xattn.layers.context import check_cross_attention_mask
 from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
+
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
 def booleans(rows) -> torch.Tensor:
@@ -288,3 +297,54 @@ def test_latest_group_is_mllamas_rule(seed, chunk):
     text = Text(tokens((1,) * num_images, image_mask=torch.arange(num_images)[None] < counts[:, None]))
     seen = [text.sees("latest_group", part == 7) for part in ids.split(chunk, dim=1)]
     assert torch.equal(torch.cat(seen, dim=1), torch.from_numpy(expected).bool())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("visibility, told", [("all", True), ("latest", False)])
+def test_a_later_image_that_earlier_text_does_not_see(visibility, told):
+    """Other answers with a cache than without one, and no word about it."""
+    model, ids = make_model(image_visibility=visibility, image_token_id=3), token_ids(1)
+    ids[0, 1] = 3
+    cache = model.encode_images(pixel_values=pixels(1, 1)).fork(DynamicCache(config=model.config.text_config))
+    with torch.no_grad(), CaptureLogger(logging.get_logger("hf_xattn.images.conversation")) as said:
+        model(ids, cache=cache)
+        assert said.out == ""
+        model(ids, pixel_values=pixels(1, 1, seed=8), cache=cache)
+    assert ("read without them" in said.out) == told
+
+
+@torch.no_grad()
+def test_text_without_markers_of_encoded_images():
+    """An answer that has seen no image, as if there were none."""
+    model, ids = marked_model()
+    cache = model.encode_images(pixel_values=pixels(1, 1))
+    for markers, warns in (((0,), False), ((), True)):
+        with CaptureLogger(logging.get_logger("hf_xattn.generation_xattn")) as said:
+            model.generate(ids(6, *markers), cache=cache, **GREEDY)
+        assert ("The text of `generate` has no image marker" in said.out) == warns
+
+
+def say(model, *args, **given):
+    return model.generate(*args, max_new_tokens=4, do_sample=False, **given)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("visibility", ["all", "latest"])
+def test_a_marker_that_is_padding(visibility):
+    """Padding that counts as the marker of a picture, and markers that are hidden as padding."""
+    text = make_text()
+    text.config.pad_token_id = text.generation_config.pad_token_id = MARKER
+    model = randomize(retrofit(text, SiglipVisionModel(vision_config()), image_token_id=MARKER, every=2))
+    model.config.image_visibility = visibility
+    ids = torch.tensor([[MARKER, MARKER, MARKER, 7, 8], [MARKER, 9, 10, 11, 12]])
+    mask, images = torch.ones_like(ids), pixels(2, 1)
+    mask[0, :2] = 0
+    if visibility == "latest":
+        with pytest.raises(ValueError, match=f"`pad_token_id` of the text model, got {MARKER} for both"):
+            model(ids, attention_mask=mask, pixel_values=images, use_cache=True)
+        return
+    with pytest.raises(ValueError, match="both `image_token_id` and `pad_token_id`, got none"):
+        say(model, ids, pixel_values=images)
+    alone = say(model, ids[:1, 2:], attention_mask=mask[:1, 2:], pixel_values=images[:1])
+    together = say(model, ids, attention_mask=mask, pixel_values=images)
+    assert torch.equal(together[0, 5:], alone[0, 3:])

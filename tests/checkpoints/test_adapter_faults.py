@@ -10,7 +10,7 @@ import pytest
 import transformers
 from transformers import AutoModel, AutoModelForImageTextToText, ResNetConfig
 
-from helpers.inputs.hostile_inputs import edit_json, setting
+from helpers.inputs.damaged_checkpoints import edit_json, setting
 from helpers.models.saved_models import ADDED, make, make_base, same_model
 from helpers.models.tiny_models import make_text, randomize
 from hf_xattn import retrofit

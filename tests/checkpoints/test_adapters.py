@@ -12,20 +12,39 @@ import torch
 import transformers
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     LlavaConfig,
     LlavaForConditionalGeneration,
     MllamaVisionModel,
+    SiglipVisionModel,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 from helpers.checkout import ROOT
 from helpers.models.checkpoints_with_code import make_custom
-from helpers.models.saved_models import ADDED, logits_of, make, make_base, names_in, same_model
+from helpers.models.saved_models import (
+    ADDED,
+    loaded,
+    logits_of,
+    make,
+    make_base,
+    make_first,
+    make_vision,
+    names_in,
+    put_onto,
+    same_model,
+    small,
+)
 from helpers.models.tiny_mllama import make_mllama
 from helpers.models.tiny_models import TEXT_CONFIGS, make_text, pixels, randomize, token_ids, vision_config
 from helpers.processes import warm_processes
-from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit
+from hf_xattn import XAttnForConditionalGeneration, XAttnModel, remove_blocks, retrofit
 from hf_xattn.checkpoints.folders import MANIFEST, WEIGHTS
+
+
+IMAGES = {"pixel_values": pixels()}
 
 
 @pytest.mark.parametrize("name", TEXT_CONFIGS)
@@ -324,3 +343,94 @@ def test_loaded_model_is_saved_again(vision, tmp_path):
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "3", text_base=tmp_path / "moved")
     loaded.save_pretrained(tmp_path / "4", adapter_only=True)
     same_model(model, AutoModelForImageTextToText.from_pretrained(tmp_path / "4"))
+
+
+@torch.no_grad()
+def answers_of(model):
+    return model(token_ids(), **IMAGES).logits
+
+
+@pytest.fixture
+def first(tmp_path):
+    return make_first(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["fewer layers", "fewer layers, trained", "cut", "another norm"])
+def test_settings_of_a_tower(change, first, tmp_path):
+    """A tower with a layer more, or another epsilon, than the one that the blocks were trained with."""
+    options = {"layer_norm_eps": 0.5} if change == "another norm" else {"num_hidden_layers": 1}
+    tower = SiglipVisionModel.from_pretrained(tmp_path / "vision", **({} if change == "cut" else options))
+    if change == "cut":
+        layers = tower.get_submodule(next(name for name, _ in tower.named_modules() if name.endswith("layers")))
+        del layers[1:]
+        tower.config.num_hidden_layers = 1
+    if change.endswith("trained"):
+        next(tower.parameters()).data.mul_(1.5)
+    model = small(retrofit(tmp_path / "text", tower, every=2), tmp_path / "second")
+    expected = answers_of(model)
+    assert torch.equal(answers_of(loaded(tmp_path / "second")), expected)
+    mine = answers_of(first)
+    second = put_onto(first, tmp_path / "second")
+    assert torch.equal(answers_of(second), expected) and not torch.allclose(mine, expected)
+    second.save_pretrained(tmp_path / "again", adapter_only=True)
+    assert torch.equal(answers_of(loaded(tmp_path / "again")), expected)
+    assert torch.equal(answers_of(put_onto(second, tmp_path / "first")), mine)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_hidden_layers": 3}, {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}],
+    ids=str,
+)
+def test_settings_of_a_text_model(options, first, tmp_path, caplog):
+    """Blocks that were trained on fewer layers, or on other positions."""
+    transformers.logging.enable_propagation()
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text", **options)
+    small(retrofit(text, tmp_path / "vision", layers=[1, 2]), tmp_path / "second")
+    base = remove_blocks(first)
+    if "num_hidden_layers" in options:
+        with pytest.raises(ValueError, match="changes weights of its text model"):
+            XAttnForConditionalGeneration.from_pretrained(tmp_path / "second", text_base=base)
+    else:
+        remove_blocks(XAttnForConditionalGeneration.from_pretrained(tmp_path / "second", text_base=base))
+    assert f"another `{next(iter(options))}` of the text model" in caplog.text
+    caplog.clear()
+    XAttnForConditionalGeneration.from_pretrained(tmp_path / "first", text_base=base)
+    assert "of the text model" not in caplog.text
+
+
+def test_another_head(first, tmp_path):
+    """Rows of a head that stay when another folder has none, or only rows of embeddings."""
+    options = {"one": (2, True), "other": (2, False), "none": (0, False)}
+    for name, (size, in_head) in options.items():
+        added = {"additional_vocab_size": size, "additional_vocab_in_head": in_head}
+        small(retrofit(tmp_path / "text", tmp_path / "vision", every=2, **added), tmp_path / name)
+    for name in (*options, "one"):
+        first = put_onto(first, tmp_path / name)
+        assert torch.equal(answers_of(first), answers_of(loaded(tmp_path / name))), name
+
+
+def test_generation_settings_of_the_text_model(tmp_path):
+    """A text model that generates past the end of the text, after the load of a small checkpoint."""
+    text = make_text()
+    text.generation_config.eos_token_id, text.generation_config.max_new_tokens = [29], 12
+    text.save_pretrained(tmp_path / "text")
+    make_vision(tmp_path / "vision")
+    model = retrofit(tmp_path / "text", tmp_path / "vision", every=2)
+    for name, only in (("whole", False), ("small", True)):
+        model.save_pretrained(tmp_path / name, adapter_only=only)
+        settings = loaded(tmp_path / name).model.text_model.generation_config
+        assert (settings.eos_token_id, settings.max_new_tokens) == ([29], 12), name
+
+
+def test_towers_without_a_pooler(tmp_path, caplog):
+    """The tower of a classifier, whose pooler is drawn anew at each load: a base that is said to have changed."""
+    transformers.logging.enable_propagation()
+    make_base(tmp_path / "text")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **sizes)).save_pretrained(tmp_path / "vit")
+    model = small(retrofit(tmp_path / "text", tmp_path / "vit", every=2), tmp_path / "small")
+    again = loaded(tmp_path / "small")
+    assert torch.equal(answers_of(again), answers_of(model))
+    assert torch.equal(answers_of(put_onto(again, tmp_path / "small")), answers_of(model))
+    assert "has changed" not in caplog.text

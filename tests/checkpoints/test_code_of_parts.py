@@ -7,9 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from helpers.models.tiny_models import make_model, pixels, token_ids
-from hf_xattn import XAttnForConditionalGeneration, register_connector, register_gate
+from helpers.models.tiny_models import make_model, pixels, randomize, token_ids
+from hf_xattn import XAttnForConditionalGeneration, register_connector, register_gate, retrofit
 from hf_xattn.utils.parts import CONNECTORS, GATES
+
+
+IMAGES = {"pixel_values": pixels()}
 
 
 CODE = """\
@@ -131,3 +134,26 @@ def test_a_class_without_a_file(tmp_path):
     with pytest.raises(ValueError, match="the class of the gate 'made' in a file of its own"):
         model.save_pretrained(tmp_path / "saved", with_code=True)
     assert not (tmp_path / "saved/config.json").exists()
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model(token_ids(), **IMAGES).logits
+
+
+def small(model, folder, seed=2):
+    randomize(model, seed).eval().save_pretrained(folder, adapter_only=True)
+    return model
+
+
+def test_code_of_a_usual_name(checkpoints):
+    """The code of a base in `modeling_*.py`, taken for a file of weights and left out of a small checkpoint."""
+    text = checkpoints / "text"
+    (text / "custom_decoder.py").rename(text / "modeling_custom.py")
+    config = (text / "config.json").read_text().replace('"custom_decoder.', '"modeling_custom.')
+    (text / "config.json").write_text(config)
+    model = retrofit(text, checkpoints / "vision", every=2, trust_remote_code=True)
+    small(model, checkpoints / "small")
+    assert (checkpoints / "small" / "modeling_custom.py").is_file()
+    again = AutoModelForImageTextToText.from_pretrained(checkpoints / "small", trust_remote_code=True).eval()
+    assert torch.equal(logits_of(again), logits_of(model))

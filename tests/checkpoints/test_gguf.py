@@ -23,6 +23,7 @@ from transformers import (
 )
 
 import hf_xattn
+from helpers.models import tiny_gguf
 from helpers.models.foreign_blocks import kempner_block_state
 from helpers.models.tiny_gguf import CHAT_TEMPLATE, write_gguf
 from helpers.models.tiny_models import make_text, needs_part, pixels, randomize, vision_config
@@ -339,3 +340,14 @@ def test_unscaled_positions_are_no_reason_to_refuse(tmp_path):
     """A file that says that nothing is scaled."""
     path = write_gguf(tmp_path / "text.gguf", rope_scaling=gguf.RopeScalingType.NONE)
     assert len(retrofit(path, cross_attention_layers=[1]).blocks) == 1
+
+
+def test_the_subfolder_of_a_tower_beside_a_gguf_file(tmp_path):
+    """Another tower than the one that is named."""
+    tiny_gguf.write_gguf(tmp_path / "text.gguf")
+    for seed, folder in enumerate((tmp_path / "vision", tmp_path / "vision" / "tower")):
+        torch.manual_seed(seed)
+        AutoModel.from_config(vision_config()).save_pretrained(folder)
+    model = retrofit(tmp_path / "text.gguf", tmp_path / "vision", subfolder="tower")
+    expected = AutoModel.from_pretrained(tmp_path / "vision" / "tower").state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.model.vision_tower.state_dict().items())

@@ -19,12 +19,16 @@ from transformers import (
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from helpers.inputs.training_examples import MIXED, write_examples
+from helpers.models.saved_models import loaded, make_base, make_vision, put_onto, small
 from helpers.models.template_models import save_chat_model
 from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit
 from hf_xattn.checkpoints.folders import MANIFEST, WEIGHTS
 from hf_xattn.commands.main import main
 from hf_xattn.training.run_folder import CHECKPOINTS, OPTIONS_FILE
+
+
+IMAGES = {"pixel_values": pixels()}
 
 
 LOADERS = (
@@ -201,3 +205,21 @@ def test_resumed_run(tmp_path, capsys):
     damage(out / CHECKPOINTS / "checkpoint-1" / "model.safetensors", "model.connector.")
     assert main([*(str(word) for word in command), "--resume"]) == 2
     assert "checkpoint-1 is not complete: 4 weights are missing" in capsys.readouterr().err
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model(token_ids(), **IMAGES).logits
+
+
+def test_a_connector_without_weights(tmp_path):
+    """A model with the settings of another folder."""
+    make_base(tmp_path / "text"), make_vision(tmp_path / "vision")
+    made = {}
+    for seed, (name, layer) in enumerate((("a", None), ("b", -2))):
+        options = {"connector_type": "identity", "vision_feature_layer": layer}
+        made[name] = small(retrofit(tmp_path / "text", tmp_path / "vision", every=2, **options), tmp_path / name, seed)
+    model = loaded(tmp_path / "a")
+    for name in "ba":
+        model = put_onto(model, tmp_path / name)
+        assert torch.equal(logits_of(model), logits_of(made[name]))

@@ -1,15 +1,18 @@
 """Encoded images know the model and the weights that made them."""
 
+import copy
+
 import pytest
 import torch
 
-from helpers.models.marked_models import generate
+from helpers.models.marked_models import generate, strong_model, turn
 from helpers.models.tiny_models import make_model, pixels, randomize, token_ids
 from hf_xattn.checkpoints import model_identity
 from hf_xattn.checkpoints.model_identity import ModelIdentity, tower_identity
 from hf_xattn.configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
-from hf_xattn.storage.image_files import combine_images
+from hf_xattn.storage.image_files import combine_images, save_image_cache
 from hf_xattn.utils.config_checks import own_fields
+from hf_xattn.utils.transformers_api import CACHE
 
 
 PERCEIVER = {"num_latents": 5, "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 8}
@@ -166,3 +169,37 @@ def test_identity_reads_the_weights_once(monkeypatch):
         model.blocks[0].attn.k_proj.weight.mul_(2)
     model.image_identity()
     assert len(sums) == count + 1
+
+
+@pytest.fixture(scope="module")
+def model():
+    return strong_model()
+
+
+def test_images_of_unknown_weights(model, tmp_path):
+    """A file that says its images were encoded by weights that came later."""
+    talk = turn(model)[CACHE]
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.blocks[0].attn.k_proj.weight.mul_(-2)
+    with pytest.raises(ValueError, match="Expected `cache` to come from `encode_images` .*or `forward` or `generate`"):
+        save_image_cache(talk, tmp_path / "images.safetensors", changed)
+    assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["select", "repeat", "reorder"])
+def test_images_of_other_weights_in_other_rows(change):
+    """Keys and values of weights that have changed since, because rows for text count as text."""
+    model = make_model()
+    cache = model.encode_images(pixel_values=pixels(2, 1))
+    rows = torch.tensor([1, 0])
+    if change == "select":
+        cache.batch_select_indices(rows)
+    elif change == "repeat":
+        cache.batch_repeat_interleave(2)
+    else:
+        cache.reorder_cache(rows)
+    model.blocks[0].attn.k_proj.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="holds images that another model encoded, or this one with other"):
+        model(token_ids(4 if change == "repeat" else 2), cache=cache)

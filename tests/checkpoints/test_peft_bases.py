@@ -1,13 +1,18 @@
 """An adapter (PEFT) and the model below it may lie in different repositories, with revisions of their own."""
 
+import os
+import shutil
+
 import pytest
 import torch
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
-from helpers.inputs.hostile_inputs import edit_json, setting
+from helpers.inputs.damaged_checkpoints import edit_json, setting
+from helpers.models.saved_models import make_first
 from helpers.models.tiny_models import make_model, token_ids
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.checkpoints.folders import find_peft
+from hf_xattn.importers import convert_checkpoint, export_checkpoint
 
 
 peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
@@ -89,3 +94,19 @@ def test_links_of_the_cache_are_followed(lora):
     (snapshot / "model.safetensors").symlink_to(folder / "base" / "model.safetensors")
     with pytest.raises(ValueError, match="leads out of it"):
         XAttnForConditionalGeneration.from_pretrained(snapshot)
+
+
+@pytest.fixture
+def first(tmp_path):
+    return make_first(tmp_path)
+
+
+@pytest.mark.parametrize("convert", [convert_checkpoint, export_checkpoint])
+def test_an_adapter_beside_the_weights(convert, first, tmp_path):
+    """An adapter of PEFT whose settings are copied, and whose weights are not."""
+    pytest.importorskip("peft")
+    first.save_pretrained(tmp_path / "whole", max_shard_size="60KB")
+    shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "whole" / "adapter_config.json")
+    with pytest.raises(ValueError, match="adapter of PEFT.*[Mm]erge"):
+        convert(tmp_path / "whole", tmp_path / "made")
+    assert not os.path.exists(tmp_path / "made")

@@ -1,13 +1,21 @@
 """Fields of rows, turns and parts that were dropped without a word: what they said was not learned, or not shown."""
 
+import base64
 import json
 
 import pytest
+from PIL import Image
 
 import hf_xattn
 from helpers.inputs.collator_rows import SHORT
-from helpers.models.template_models import CHATML, make_processor
+from helpers.inputs.source_files import asked, picture, pictures_of, write_tar
+from helpers.inputs.training_examples import draw
+from helpers.models.template_models import CHATML, make_processor, save_chat_model
+from helpers.processes.command_runs import run
 from hf_xattn.data.fields import LEARNED, OF_PARTS, OF_TURNS, SHOWN, SYSTEM, WEIGHTS, keys_of_template
+
+
+FAST = "--device cpu --log-steps 1000 --save-steps 1000".split()
 
 
 USER, SAID = {"role": "user", "content": "how many ?"}, {"role": "assistant", "content": "three"}
@@ -137,3 +145,100 @@ def test_pictures_by_their_index(tmp_path):
     parts.reverse()
     shown = readers(tmp_path, row)[0]()["messages"][0]["content"]
     assert [part["path"] for part in shown] == [str(tmp_path / name) for name in ("a.png", "b.png")]
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fresh")
+    save_chat_model(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"media": [{"type": "image", "path": "red.png"}]},
+        {"media": {"images": ["red.png"]}},
+        {"meta": {"file_name": "red.png"}},
+        {"address": "https://host/red.jpg?width=1"},
+    ],
+    ids=str,
+)
+def test_a_picture_inside_another_field(field, fresh, tmp_path, capsys):
+    """A picture that nobody reads, in a row that becomes one of text."""
+    draw("red").save(tmp_path / "red.png")
+    rows = [{"file_name": "red.png", "question": "which ?", "answer": "red"}]
+    rows.append({**field, "question": "which ?", "answer": "red"})
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    status, _, error = run(capsys, "train", fresh, "--data", tmp_path, "--output", tmp_path / "out", *FAST)
+    assert status != 0 and f"got it in {next(iter(field))!r}, which is not read" in error
+
+
+def test_the_order_of_pictures_in_dicts(tmp_path):
+    """Pictures in the order of their numbers, although the example names another."""
+    members = {"0.0.png": picture("red"), "0.1.png": picture("blue")}
+    names = [{"path": "0.1.png"}, {"path": "0.0.png"}]
+    (row,) = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {**members, "0.json": asked(images=names)}))
+    assert pictures_of(row) == [picture("blue"), picture("red")]
+
+
+@pytest.mark.parametrize("kind, key", [("text", "image"), ("text", "path"), ("text", "image_url"), ("image", "text")])
+def test_a_part_with_a_text_and_a_picture(kind, key, tmp_path):
+    """A part of a message that loses its picture, or its question."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    part = {"type": kind, "text": "what ?", "image": str(tmp_path / "a.png")}
+    if kind == "text":
+        part[key] = part.pop("image")
+    messages = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "red"}]
+    processor = make_processor()
+    for read in (
+        lambda: hf_xattn.XAttnDataCollator(processor)([{"messages": messages}]),
+        lambda: processor.apply_chat_template(messages, tokenize=True, return_dict=True),
+    ):
+        with pytest.raises(ValueError, match=f"a part of type '{kind}' with `{key}` in it. Make two parts of it"):
+            read()
+
+
+def test_a_part_with_two_pictures(tmp_path):
+    """The second of two names of a picture in a part, which is dropped."""
+    part = {"type": "image", "image": "a.png", "path": "b.png"}
+    messages = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "red"}]
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"messages": messages}))
+    with pytest.raises(ValueError, match="expected one picture in a part, got 2"):
+        hf_xattn.load_rows(tmp_path / "metadata.jsonl")[0]
+
+
+def test_pictures_in_texts(tmp_path):
+    """A picture as a data URL or as base64, and a `file://` address with a blank: rows that are refused."""
+    content = picture("red")
+    (tmp_path / "a b.png").write_bytes(content)
+    text = base64.b64encode(content).decode()
+    address = f"data:image/png;base64,{text}"
+    parts = [{"type": "image", "base64": text}, {"type": "image_url", "image_url": {"url": address}}]
+    forms = [asked(image=address), asked(images=[{"bytes": None, "path": address}])]
+    forms += [
+        json.dumps(
+            {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "red"}]}
+        ).encode()
+        for part in parts
+    ]
+    forms += [asked(image=(tmp_path / "a b.png").as_uri()), asked(image=f"file://localhost{tmp_path}/a%20b.png")]
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(forms))
+    collator, rows = hf_xattn.XAttnDataCollator(make_processor()), hf_xattn.load_rows(tmp_path / "rows.jsonl")
+    expected = make_processor()(images=content)["pixel_values"]
+    for row in rows:
+        assert (collator([row])["pixel_values"] == expected).all()
+    for wrong in ("data:image/png;base64,no!", "data:image/png,abc"):
+        (tmp_path / "rows.jsonl").write_bytes(asked(image=wrong))
+        with pytest.raises(ValueError, match="expected a picture "):
+            hf_xattn.load_rows(tmp_path / "rows.jsonl")[0]
+
+
+@pytest.mark.parametrize("name", ["id", "image_id", "__key__", "sample_uuid"])
+def test_an_id_that_looks_like_a_picture(name, tmp_path):
+    """A row without a picture that is refused for its number."""
+    (tmp_path / "a.jsonl").write_bytes(asked(**{name: "x/000.jpg"}))
+    assert hf_xattn.load_rows(tmp_path / "a.jsonl")[0]["messages"][0]["content"] == "what colour ?"
+    (tmp_path / "a.jsonl").write_bytes(asked(scene="x/000.jpg"))
+    with pytest.raises(ValueError, match="got it in 'scene', which is not read"):
+        hf_xattn.load_rows(tmp_path / "a.jsonl")[0]

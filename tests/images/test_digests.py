@@ -43,3 +43,9 @@ def test_digests_tell_images_apart(dtype, size):
     digests = digest(torch.cat([image, *others])).flatten().tolist()
     assert len(set(digests)) == len(digests)
     assert digest(image.repeat(2, 3, 1, 1)).unique().tolist() == [digests[0]]
+
+
+def test_a_picture_that_is_turned_is_another_one():
+    """A white picture of 64 x 32 pixels that is taken for the cached one of 32 x 64."""
+    upright, lying = torch.ones(1, 1, 3, 64, 32), torch.ones(1, 1, 3, 32, 64)
+    assert int(digest(upright)) != int(digest(lying)) and int(digest(upright)) == int(digest(upright.clone()))

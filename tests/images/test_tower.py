@@ -1,10 +1,14 @@
 """Vision towers: which models can be one, and which image sizes they read."""
 
+import copy
+import logging
+
 import pytest
 import torch
-from transformers import AutoModel, CLIPConfig, ViTConfig, ViTForImageClassification
+from transformers import AutoModel, CLIPConfig, SiglipVisionModel, ViTConfig, ViTForImageClassification
 from transformers.modeling_outputs import ImageClassifierOutput
 
+from helpers.models import tiny_mllama
 from helpers.models.custom_tower import CustomTower, CustomTowerConfig
 from helpers.models.tiny_models import make_text, pixels, token_ids, vision_config
 from helpers.models.tiny_towers import ANY_SIZE, ONE_SIZE, SMALL_TOWER, model_with
@@ -107,3 +111,17 @@ def test_a_tower_without_hidden_states(tower, came):
     """An `AttributeError` from a tower whose annotations do not tell what it returns."""
     with pytest.raises(ValueError, match=f"`last_hidden_state`, got a {tower.__name__}, whose output has {came}"):
         retrofit(make_text(), tower(CustomTowerConfig()))
+
+
+def test_a_class_token_that_is_none(caplog, monkeypatch):
+    """`vision_feature_select_strategy="default"` without effect, or that drops the patch in the corner."""
+    tiled = tiny_mllama.make_mllama().model.vision_model
+    options = {"every": 2, "connector_type": "linear", "vision_feature_select_strategy": "default"}
+    with pytest.raises(ValueError, match='"full"` with mllama_vision_model, whose tokens are all read'):
+        retrofit(make_text(), copy.deepcopy(tiled), **options)
+    with pytest.raises(ValueError, match='"full"` with no vision tower'):
+        retrofit(make_text(), every=2, vision_feature_select_strategy="default")
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with caplog.at_level("WARNING"):
+        retrofit(make_text(), SiglipVisionModel(vision_config()), **options)
+    assert "siglip_vision_model: this tower has no class token" in caplog.text

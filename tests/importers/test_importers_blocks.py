@@ -18,8 +18,10 @@ from helpers.models.foreign_blocks import (
     make_clip,
     perceiver_state,
 )
+from helpers.models.tiny_mllama import make_mllama
 from helpers.models.tiny_models import VOCAB_SIZE, make_text, token_ids
 from hf_xattn import GatedCrossAttentionBlock
+from hf_xattn.importers import export_checkpoint, import_checkpoint
 from hf_xattn.importers.kempnerforge import import_kempnerforge, kempnerforge_block_config
 from hf_xattn.importers.open_flamingo import import_open_flamingo, open_flamingo_block
 
@@ -261,3 +263,29 @@ def test_wrong_kempnerforge_checkpoints():
         with pytest.raises(ValueError, match=message):
             import_kempnerforge(state, text, **options | changes)
     assert_untouched(text, before)
+
+
+def kempner(hidden_act):
+    blocks = {index: kempner_block_state(index, hidden_act, HEADS) for index in (0, 1)}
+    return {
+        f"cross_attention_layers.{k}.{name}": tensor for k, block in blocks.items() for name, tensor in block.items()
+    }
+
+
+def test_an_activation_that_no_tensor_tells():
+    """Blocks with GELU that compute with SiLU."""
+    options = {"num_attention_heads": HEADS, "every": 2}
+    with pytest.raises(ValueError, match="Expected `hidden_act`"):
+        import_kempnerforge(kempner("gelu"), make_text(), **options)
+    named = import_kempnerforge(kempner("gelu"), make_text(), hidden_act="gelu", **options)
+    assert named.config.cross_attention_config.hidden_act == "gelu"
+    gated = import_kempnerforge(kempner("silu"), make_text(), **options)
+    assert gated.config.cross_attention_config.hidden_act == "silu"
+
+
+def test_a_tensor_without_a_place_is_not_lost(tmp_path):
+    """Weights of an adapter that an export leaves out."""
+    model = import_checkpoint(make_mllama())
+    model.blocks[0].attn.q_proj.register_parameter("lora_A", torch.nn.Parameter(torch.ones(2, 2)))
+    with pytest.raises(ValueError, match="with Mllama's tensors only, got .*lora_A"):
+        export_checkpoint(model, tmp_path / "out")

@@ -1,12 +1,18 @@
 """Idefics, brought over, against transformers' own model."""
 
+import argparse
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from helpers.models.tiny_idefics import MARKER, VOCAB, make_idefics, stop_idefics
-from hf_xattn.importers import export_checkpoint, import_checkpoint
+from helpers.models.tiny_idefics import MARKER, VOCAB, make_idefics, make_idefics_processor, stop_idefics
+from hf_xattn.commands.shared import load_model_and_images
+from hf_xattn.importers import convert_checkpoint, export_checkpoint, import_checkpoint
+from hf_xattn.serving.chat_session import question
 
 
 RESAMPLER = {
@@ -102,3 +108,21 @@ def test_folder_to_folder(variant, tmp_path):
     with pytest.raises(ValueError, match="found 'clip_vision_model'"):
         export_checkpoint(tmp_path / "ours", tmp_path / "back")
     assert sum(len(load_file(path)) for path in (tmp_path / "ours").glob("*.safetensors")) > 0
+
+
+def test_the_prompt_of_idefics(tmp_path):
+    """Images without the tokens around them, a text without its start."""
+    make_idefics().save_pretrained(tmp_path / "theirs")
+    theirs = make_idefics_processor()
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(tmp_path / "p.png")
+    images = [str(tmp_path / "p.png")] * 2
+    given = {"model": str(tmp_path / "ours"), "image": images, "device": "cpu", "dtype": "auto"}
+    _, processor, images = load_model_and_images(argparse.Namespace(**given, trust_remote_code=False))
+    asked = processor.apply_chat_template(
+        [question("w1 w2", images)], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    made = [asked, theirs(text=[[*images, "w1 w2"]], return_tensors="pt")]
+    ours, expected = (processor.tokenizer.convert_ids_to_tokens(each["input_ids"][0]) for each in made)
+    assert [token for token in ours if token != "<unk>"] == expected

@@ -7,12 +7,16 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
+from helpers.models.template_models import make_tokenizer
 from helpers.models.tiny_models import SIZES, VOCAB_SIZE, make_model, make_text, pixels, token_ids
 from hf_xattn.cache.cross_cache import CrossCache
 from hf_xattn.utils.transformers_api import CACHE, has
+
+
+BOS = torch.tensor([[1], [1]])
 
 
 MARKER = 3
@@ -368,3 +372,88 @@ def test_bad_input_is_named():
             generate(model, ids, pixel_values=pixels(1), **options)
         with pytest.raises(ValueError, match="batch 2, got batch 1"):
             generate(model, ids, cross_attention_states=torch.zeros(1, 5, 32), **options)
+
+
+def say(model, *args, **given):
+    return model.generate(*args, max_new_tokens=4, do_sample=False, **given)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cached", [True, False])
+def test_images_without_text(cached):
+    """A caption that is asked for by the pictures alone: one row for two pictures, of a model that saw none."""
+    model, images = make_model(), pixels(2, 1)
+    options = {} if cached else {"use_cache": False}
+    for given in (
+        {"pixel_values": images},
+        {"cross_attention_states": model.get_image_features(images).pooler_output},
+        {"cache": model.encode_images(images), "pixel_values": images + 1},
+        {"cache": model.encode_images(images), "cross_attention_mask": torch.ones(2, 16, dtype=torch.bool)},
+        {"image_mask": torch.ones(2, 1, dtype=torch.bool)},
+    ):
+        with pytest.raises(ValueError, match="`input_ids` or `inputs_embeds` beside images, got neither"):
+            say(model, **given, **options)
+    assert not torch.equal(say(model, BOS, pixel_values=images, **options), say(model, BOS, **options))
+    if cached:  # the images are in the cache, and are seen
+        alone = say(model, cache=model.encode_images(images[:1]))
+        assert torch.equal(alone, say(model, BOS[:1], pixel_values=images[:1]))
+
+
+@torch.no_grad()
+def test_the_code_of_a_custom_generate(tmp_path):
+    """A folder with a way of decoding, which calls `generate` again: without the pictures."""
+    folder = tmp_path / "custom_generate"
+    folder.mkdir()
+    (folder / "requirements.txt").touch()
+    (folder / "generate.py").write_text(
+        "def generate(model, *args, **kwargs):\n"
+        "    ids = kwargs.pop('inputs', None)\n"
+        "    if ids is None:\n"
+        "        ids = args[0] if args else kwargs.pop('input_ids')\n"
+        "    return model.generate(ids, **kwargs)\n"
+    )
+    model, ids, images = make_model(), token_ids(2, 5), pixels(2, 1)
+    expected = say(model, ids, pixel_values=images)
+    custom = {"custom_generate": str(tmp_path), "trust_remote_code": True}
+    assert torch.equal(say(model, ids, pixel_values=images, **custom), expected)
+    assert not torch.equal(say(model, ids), expected) and torch.equal(say(model, ids, **custom), say(model, ids))
+    for given in ({}, {"pixel_values": images}):
+        with pytest.raises(TypeError, match="no `image_inputs` in `generate`, got str"):
+            say(model, ids, image_inputs="a", **given)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["keyword", "argument", "positional", "partial_argument", "of_the_model"])
+def test_token_healing(way):
+    """The last token of a prompt, asked for anew without the pictures, wherever `generate` finds the option."""
+    model, ids, images = make_model(), torch.tensor([[4, 5, 6, 7, 5]]), pixels(1, 1)
+    args, options = (), {"tokenizer": make_tokenizer()}
+    if way in ("of_the_model", "partial_argument"):
+        model.generation_config.token_healing = True
+    if way == "keyword":
+        options["token_healing"] = True
+    elif way in ("argument", "partial_argument"):
+        options["generation_config"] = GenerationConfig(token_healing=True if way == "argument" else None)
+    elif way == "positional":
+        args = (GenerationConfig(token_healing=True),)
+    for given in ({"pixel_values": images}, {"cache": model.encode_images(images)}):
+        with pytest.raises(ValueError, match="`token_healing=False` beside images, got True"):
+            say(model, ids, *args, **given, **options)
+    if way == "of_the_model":  # a keyword has the last word
+        say(model, ids, pixel_values=images, token_healing=False)
+
+
+@torch.no_grad()
+def test_continuous_batching():
+    """The prompt without a new token after half a minute, with the error in a log: its steps carry no images."""
+    model, ids, images = make_model(), token_ids(2, 5), pixels(2, 1)
+    with pytest.raises(ValueError, match="`generate_batch`.* is not supported by XAttnForConditionalGeneration"):
+        say(model, ids, pixel_values=images, cache_implementation="paged")
+    for given in ({"pixel_values": images}, {}):
+        with pytest.raises(ValueError, match="Call `generate` with a batch"):
+            model.generate_batch(ids.tolist(), **given)
+    for call in (model.init_continuous_batching, model.continuous_batching_context_manager().__enter__):
+        with pytest.raises(ValueError, match="For text alone, call `generate_batch` of `model.model.text_model`"):
+            call()
+    expected = say(model, ids, pixel_values=images)  # transformers reads the option as a keyword alone
+    assert torch.equal(say(model, ids, GenerationConfig(cache_implementation="paged"), pixel_values=images), expected)

@@ -2,13 +2,20 @@
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
-from transformers import Trainer, default_data_collator
+from transformers import Trainer, TrainingArguments, default_data_collator
 
+from helpers.inputs.collator_rows import SHORT
 from helpers.models.marked_models import MARKER
+from helpers.models.template_models import CHATML, make_chat_model, make_processor
+from helpers.models.tiny_decoders import make_tiny, retrofitted
 from helpers.models.tiny_models import VOCAB_SIZE, make_model, pixels, token_ids
 from helpers.processes.training_runs import arguments
-from hf_xattn import freeze_base
+from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, freeze_base, sharding_units
+
+
+IMAGE_TOKEN = 5
 
 
 class Marked(torch.utils.data.Dataset):
@@ -238,3 +245,101 @@ def test_processes_count_together(monkeypatch):
         model(**batch, num_items_in_batch=items)
     masked = batch | {"labels": model.mask_labels(batch["labels"])}
     assert model(**masked, num_items_in_batch=items).loss < model(**masked).loss
+
+
+@torch.no_grad()
+def test_labels_of_places_with_gaps():
+    """Logits that are trained on the label of the next place given, not of the next token."""
+    model, ids, images = make_model(), token_ids(2, 7), pixels(2, 1)
+    labels = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(0))
+    for places in ([1, 4, 6], [4, 3], [2, 2]):
+        kept = torch.tensor(places)
+        with pytest.raises(ValueError, match="`logits_to_keep` with `labels` to be positions side by side"):
+            model(ids, pixel_values=images, labels=labels[:, places], logits_to_keep=kept)
+    logits = model(ids, pixel_values=images).logits
+    kept = torch.tensor([3, 4, 5])
+    loss = model(ids, pixel_values=images, labels=labels[:, 3:6], logits_to_keep=kept).loss
+    expected = torch.nn.functional.cross_entropy(logits[:, 3:5].flatten(0, 1), labels[:, 4:6].flatten())
+    torch.testing.assert_close(loss, expected)
+    kept = torch.tensor([1, 4])
+    given = {"labels": labels[:, [1, 4]], "shift_labels": labels[:, [2, 5]], "logits_to_keep": kept}
+    loss = model(ids, pixel_values=images, **given).loss
+    expected = torch.nn.functional.cross_entropy(logits[:, kept].flatten(0, 1), labels[:, [2, 5]].flatten())
+    torch.testing.assert_close(loss, expected)
+
+
+def test_the_marker_of_a_hidden_image():
+    """The text of a hidden picture, trained on the next one."""
+    model = make_model(image_token_id=IMAGE_TOKEN, image_visibility="latest")
+    ids = token_ids(1, 8)
+    ids[0, 1] = ids[0, 4] = IMAGE_TOKEN
+    hidden = torch.tensor([[False, True]])
+    with pytest.raises(ValueError, match=r"\[2\] markers, and a hidden image in front of others"):
+        model(ids, pixel_values=pixels(1, 2), image_mask=hidden, labels=ids, use_cache=False)
+    ids[0, 1] = 7
+    assert model(ids, pixel_values=pixels(1, 2), image_mask=hidden, labels=ids, use_cache=False).loss.isfinite()
+
+
+@pytest.mark.parametrize("rows", [[1, 0], [1, 1, 0], [0, 1, -1]])
+def test_the_marker_of_a_hidden_image_of_shared_rows(rows):
+    """The same where text rows name their images, in another order."""
+    model, index = make_model(image_token_id=IMAGE_TOKEN, image_visibility="latest"), torch.tensor(rows)
+    ids = token_ids(len(rows), 8)
+    ids[ids == IMAGE_TOKEN] = 7
+    ids[:, 1] = ids[:, 4] = IMAGE_TOKEN
+    hidden = torch.tensor([[True, True], [False, True]])
+    given = {"pixel_values": pixels(2, 2), "image_mask": hidden, "image_rows": index, "labels": ids, "use_cache": False}
+    with pytest.raises(ValueError, match="markers, and a hidden image in front of others"):
+        model(ids, **given)
+    ids[index == 1, 1] = 7
+    assert model(ids, **given).loss.isfinite()
+
+
+def test_the_loss_of_jetmoes_router():
+    """A router that is not balanced, because its decoder has a name of its own for the weight of that loss."""
+    model = retrofitted(make_tiny("jetmoe"))
+    model.config.text_config.output_router_logits = True
+    ids, states = token_ids(2, 8), torch.randn(2, 5, 16)
+    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+    losses = [
+        model(ids, cross_attention_states=states, **{name: labels}).loss.item()
+        for name, labels in (("labels", ids), ("shift_labels", shifted))
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_no_label_that_is_ignored():
+    """`ignore_index=None`, which is the default: -100 refused as a word outside the vocabulary."""
+    model, ids = make_model(), token_ids(2, 8)
+    labels = ids.masked_fill(torch.arange(8) < 3, -100)
+    given = {"pixel_values": pixels(2, 1), "labels": labels}
+    assert torch.equal(model(ids, ignore_index=None, **given).loss, model(ids, **given).loss)
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+class OfAUser(XAttnForConditionalGeneration):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["sharded", "derived"])
+def test_label_smoothing_of_a_class_of_another_name(kind, mesh, tmp_path):
+    """Labels that are not shifted: each token learns to predict itself."""
+    processor = make_processor(CHATML)
+    model = make_chat_model(processor).eval()
+    batch = XAttnDataCollator(processor)([SHORT])
+    expected = model(**batch).loss
+    options = {"label_smoothing_factor": 1e-9, "use_cpu": True, "report_to": "none", "remove_unused_columns": False}
+    trainer = Trainer(model, TrainingArguments(str(tmp_path / "out"), **options), train_dataset=[0])
+    if kind == "sharded":
+        for unit in (*sharding_units(model), model):
+            fully_shard(unit, mesh=mesh)
+    else:
+        model.__class__ = OfAUser
+    assert type(model).__name__ not in ("XAttnForConditionalGeneration",)
+    torch.testing.assert_close(trainer.compute_loss(model, dict(batch)), expected, rtol=1e-4, atol=1e-4)

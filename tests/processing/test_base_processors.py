@@ -6,6 +6,7 @@ from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_che
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, ProcessorMixin
 from transformers.utils import logging
 
+from helpers.models.template_models import HEADERS
 from hf_xattn import XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.commands.shared import load_processor
@@ -93,3 +94,13 @@ def test_without_a_tower(bases):
     )
     with pytest.raises(ValueError, match="`image_processor` is required. For text alone, the tokenizer is enough"):
         AutoProcessor.from_pretrained(bases / "added")
+
+
+def test_settings_of_a_processor_that_is_made_of_bases(tmp_path):
+    """A template and a size that are dropped, because the folder has no processor of its own."""
+    make_text_checkpoint(tmp_path / "text")
+    make_vision_checkpoint(tmp_path / "vision")
+    retrofit(tmp_path / "text", tmp_path / "vision", every=2).save_pretrained(tmp_path / "small", adapter_only=True)
+    size = {"height": 8, "width": 8}
+    processor = AutoProcessor.from_pretrained(tmp_path / "small", chat_template=HEADERS, size=size)
+    assert processor.chat_template == HEADERS and dict(processor.image_processor.size) == size

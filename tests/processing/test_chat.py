@@ -6,9 +6,12 @@ import io
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoProcessor, ByT5Tokenizer, LlavaProcessor
 
 from helpers.inputs.chat_templates import LOOP, SEEING, TALK, TEXT_TEMPLATES, image, make_picture, make_processor, text
+from helpers.models.template_models import CHATML
+from helpers.models.template_models import make_processor as make_small_processor
 from hf_xattn import XAttnProcessor
 from hf_xattn.utils.transformers_api import has
 
@@ -337,3 +340,18 @@ def test_requests_of_a_part_that_nothing_obeys(name):
     expected = read(picture)
     for part in ({**picture, **hints}, {**address, "image_url": {**address["image_url"], "detail": "high"}}):
         assert all((expected[key] == value).all() for key, value in read(part).items())
+
+
+@pytest.mark.parametrize("name, value", [("images", [Image.new("RGB", (8, 8))]), ("image_url", "photo.png")])
+def test_a_picture_beside_the_content(name, value):
+    """A chat in Ollama's form, whose pictures nobody reads."""
+    message = {"role": "user", "content": "what ?", name: value}
+    with pytest.raises(ValueError, match=f"the images of message 0 .* in its `content`, got `{name}` beside it"):
+        make_small_processor(CHATML).apply_chat_template([message], tokenize=True)
+
+
+@pytest.mark.parametrize("name", ["contents", "text"])
+def test_a_message_without_content(name):
+    """A misspelt question, and an answer to an empty one."""
+    with pytest.raises(ValueError, match=f"Expected `content` in message 0 .*, got a message with role, {name} alone"):
+        make_small_processor(CHATML).apply_chat_template([{"role": "user", name: "what ?"}], tokenize=True)

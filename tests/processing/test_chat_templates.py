@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from jinja2.exceptions import TemplateError
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, SiglipImageProcessorPil
 
 from helpers.inputs.chat_templates import (
@@ -21,6 +22,8 @@ from helpers.inputs.chat_templates import (
     make_processor,
     text,
 )
+from helpers.models.template_models import CHATML
+from helpers.models.template_models import make_processor as make_small_processor
 from hf_xattn import XAttnProcessor
 from hf_xattn.processing.chat_templates import DEFAULT_CHAT_TEMPLATE
 
@@ -311,3 +314,12 @@ def test_smollm2():
             said = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
             assert processor.apply_chat_template(chat, add_generation_prompt=True) == said
             assert said.endswith("<|im_start|>assistant\n")
+
+
+def test_a_start_token_in_some_texts():
+    """A second start token, because another text of the batch has none."""
+    processor = make_small_processor(CHATML, marker=None)
+    backend = processor.tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    ids = processor(text=["<s>hi", "hi"])["input_ids"]
+    assert ids[0].tolist() == ids[1].tolist() and (ids[0] == 1).sum() == 1

@@ -2,15 +2,21 @@
 
 import base64
 import io
+import random
+import struct
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
 from tiny_checkpoints import make_picture, make_text_checkpoint
-from transformers import SiglipImageProcessorPil, ViTImageProcessor
+from transformers import CLIPImageProcessor, SiglipImageProcessorPil, ViTImageProcessor
 
+from helpers.inputs.bounded_memory import png
+from helpers.inputs.chat_templates import TEXT_TEMPLATES, make_processor
+from helpers.inputs.damaged_checkpoints import is_ours
 from hf_xattn import XAttnProcessor
+from hf_xattn.processing.image_limits import LIMITS
 from hf_xattn.processing.image_reading import read_frames, read_image
 
 
@@ -370,3 +376,82 @@ def test_a_broken_exif_beside_an_orientation(orientation, processor):
     assert torch.equal(
         processor(images=garbage)["pixel_values"], processor(images=as_file(image, "JPEG", quality=95))["pixel_values"]
     )
+
+
+def picture_file(side=24):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (side, side, 3), dtype=np.uint8))
+
+
+def pictures():
+    """Broken files, seeded: (name, bytes)."""
+    generator = random.Random(3)
+    for kind in ("PNG", "JPEG", "GIF", "TIFF", "WEBP", "BMP", "PPM", "TGA", "ICO"):
+        buffer = io.BytesIO()
+        picture_file().save(buffer, kind)
+        whole = buffer.getvalue()
+        for size in (0, 3, 20, len(whole) // 2):
+            yield f"{kind} of {size} bytes", whole[:size]
+        for _ in range(12):
+            data = bytearray(whole)
+            for _ in range(3):
+                data[generator.randrange(min(len(data), 200))] ^= 1 << generator.randrange(8)
+            yield f"{kind} with other bits {generator.random()}", bytes(data)
+    yield "a PNG of 10^10 pixels", png(100_000, 100_000)
+    yield "a PNG of no pixels", png(0, 5)
+    yield "a PNG of 2^31 columns", png(2**31 - 1, 2**31 - 1)
+    yield "an EPS file", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n(x) print\n"
+    yield "an SVG file", b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>"
+    yield (
+        "a TIFF of 2^32 columns",
+        b"II*\0" + struct.pack("<IHHHIIHHII", 8, 2, 256, 4, 1, 2**32 - 1, 257, 4, 1, 2**32 - 1),
+    )
+
+
+def test_broken_pictures(tmp_path):
+    """An error of a decoder, which names no argument, or gigabytes for a few bytes."""
+    wrong, refused, read = {}, 0, 0
+    for name, content in pictures():
+        (tmp_path / "a.png").write_bytes(content)
+        data = "data:image/png;base64," + base64.b64encode(content).decode()
+        for source in (tmp_path / "a.png", data):
+            try:
+                image = read_image(source)
+            except Exception as error:
+                refused += 1
+                if not (is_ours(error) and "`images`" in str(error)):
+                    wrong[name] = f"{type(error).__name__}: {error}"
+            else:
+                read += 1
+                if image.mode != "RGB" or image.width * image.height > LIMITS.max_pixels:
+                    wrong[name] = f"{image.mode} of {image.size}"
+    assert not wrong, "\n".join(f"{name}: {why}" for name, why in wrong.items())
+    assert refused >= 100 and read, "bits of the values of a picture_file cannot be told from others"
+
+
+def test_limits_of_pictures(monkeypatch, tmp_path):
+    """A limit that only the largest pictures meet, or that cannot be changed."""
+    picture_file(64).save(tmp_path / "a.png")
+    processor = make_processor(TEXT_TEMPLATES["guard"])
+    processor(images=picture_file(64), text="a")
+    monkeypatch.setattr(LIMITS, "max_pixels", 100)
+    with pytest.raises(ValueError, match="at most 100 pixels"):
+        processor(images=picture_file(64), text="a")
+    for source in (tmp_path / "a.png", (tmp_path / "a.png").read_bytes(), picture_file(64)):
+        with pytest.raises(ValueError, match="`images` holds an image of 64 x 64 pixels: expected at most 100"):
+            read_image(source)
+    with pytest.raises(ValueError, match="no such file"):
+        read_image("a\0b")
+
+
+@pytest.mark.parametrize("as_array", [False, True], ids=["a file", "an array"])
+@pytest.mark.parametrize("rgb", [True, False])
+def test_a_picture_that_becomes_long(as_array, rgb):
+    """One of 20,000 pixels, of which an image processor that sets the shortest edge makes a billion."""
+    images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    processor = XAttnProcessor(images, make_processor(TEXT_TEMPLATES["guard"]).tokenizer)
+    narrow = Image.new("RGB", (1, 200_000))
+    given = np.array(narrow) if as_array and rgb else narrow
+    with pytest.raises(ValueError, match="would make 204800000 pixels: expected at most"):
+        processor(images=given, text="a", do_convert_rgb=rgb)
+    assert processor(images=narrow, text="a", size={"height": 32, "width": 32})["pixel_values"].shape[-1] == 32
+    assert processor(images=Image.new("RGB", (1, 200)), text="a")["pixel_values"].shape[-1] == 32

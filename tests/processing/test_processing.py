@@ -1,12 +1,20 @@
 """`XAttnProcessor`: texts and their images to inputs."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
-from transformers import AutoProcessor, AutoTokenizer, ViTImageProcessorPil
+from transformers import AutoProcessor, AutoTokenizer, CLIPImageProcessor, SiglipImageProcessor, ViTImageProcessorPil
+from transformers.utils import logging
 
+from helpers.inputs.chat_templates import TEXT_TEMPLATES
+from helpers.inputs.chat_templates import make_processor as make_small_processor
+from helpers.models.template_models import CHATML, make_processor
 from hf_xattn import XAttnProcessor, retrofit
+from hf_xattn.processing.image_limits import check_image_processor
 from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 
@@ -168,3 +176,80 @@ def test_errors(parts):
         processor(text="<image> <image> a", images=picture)
     with pytest.raises(ValueError, match="text 1, got 0 markers and 1 images"):
         processor(text=["<image> a", "a"], images=[picture, picture])
+
+
+def test_a_picture_that_becomes_black(caplog):
+    """Values from 0 to 1 with a rest of resizing, or of 12 bits in 16, that are read as dark pictures."""
+    logging.enable_propagation()
+    processor, dark = make_processor(CHATML, marker=None), np.full((32, 32), 4095, np.uint16)
+    with pytest.raises(ValueError, match="almost black"):
+        processor(images=torch.rand(3, 32, 32) * 1.02, text="a")
+    processor(images=Image.fromarray(dark), text="a")
+    assert "almost black" in caplog.text
+
+
+def test_values_up_to_255_are_not_rescaled_ones():
+    """A picture 255 times too bright."""
+    processor = make_processor(CHATML, marker=None)
+    bright = (torch.rand(3, 32, 32) * 255).round()
+    with pytest.raises(ValueError, match="values from 0 to 1 for `do_rescale=False`, got an array of .* up to 25"):
+        processor(images=bright, text="a", do_rescale=False)
+
+
+def test_a_mask_of_pixels_is_refused():
+    """Padding of a wider picture that a tower reads as picture."""
+    processor = make_processor(CHATML, marker=None)
+    own = processor.image_processor
+
+    class Padding(type(own)):
+        def __call__(self, images, **kwargs):
+            made = super().__call__(images, **kwargs)
+            made["pixel_mask"] = torch.ones(len(images), 32, 32)
+            made["pixel_mask"][0, :, 16:] = 0
+            return made
+
+    processor.image_processor = Padding(size={"height": 32, "width": 32})
+    with pytest.raises(ValueError, match="images without padding, got a `pixel_mask`"):
+        processor(images=[[torch.rand(3, 32, 32) * 255]], text=["a"])
+
+
+def test_normalised_values_are_not_rescaled_ones():
+    """A picture that is normalised twice."""
+    processor = make_processor(CHATML, marker=None)
+    with pytest.raises(ValueError, match="from 0 to 1 for `do_rescale=False`, got an array of .* from -1 up to 1"):
+        processor(images=torch.rand(3, 32, 32).round() * 2 - 1, text="a", do_rescale=False)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        {"height": 10**6, "width": 10**6},
+        {"height": -1, "width": 4},
+        {"height": "x", "width": 4},
+        {"height": float("nan"), "width": 4},
+    ],
+)
+def test_image_processors_with_other_sizes(size, tmp_path):
+    """A processor from a file that scales every picture up to a terabyte."""
+    processor = make_small_processor(TEXT_TEMPLATES["guard"])
+    with pytest.raises(ValueError, match="`size` of the image processor"):
+        images = SiglipImageProcessor()
+        images.size = size
+        XAttnProcessor(images, processor.tokenizer)
+    processor.save_pretrained(tmp_path)
+    file = next(path for path in tmp_path.glob("*processor_config.json") if "size" in path.read_text())
+    content = json.loads(file.read_text())
+    (content.get("image_processor") or content)["size"] = size
+    file.write_text(json.dumps(content))
+    with pytest.raises((ValueError, TypeError)):
+        XAttnProcessor.from_pretrained(tmp_path)
+
+
+def test_sizes_of_published_image_processors():
+    """A processor that is refused because its edges are numbers of pixels."""
+    from transformers import MllamaImageProcessor, Qwen2VLImageProcessor
+
+    for kind in (SiglipImageProcessor, CLIPImageProcessor, MllamaImageProcessor, Qwen2VLImageProcessor):
+        check_image_processor(kind())
+    with pytest.raises(ValueError, match="max_image_tiles"):
+        check_image_processor(MllamaImageProcessor(max_image_tiles=10**9))

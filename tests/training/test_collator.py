@@ -11,6 +11,7 @@ from helpers.inputs.collator_rows import ANSWER, LONG, QUESTION, SHORT, row, sai
 from helpers.models.template_models import (
     CHATML,
     GENERATION,
+    HEADERS,
     PLAIN,
     REASONING,
     SPECIAL,
@@ -22,6 +23,9 @@ from helpers.models.template_models import (
 )
 from hf_xattn import XAttnDataCollator
 from hf_xattn.training import answer_spans
+
+
+ASKED = {"role": "user", "content": "draw it"}
 
 
 def test_labels_by_hand():
@@ -296,3 +300,32 @@ def test_slow_tokenizers_are_refused():
     processor.tokenizer.pad_token = processor.tokenizer.eos_token = None
     with pytest.raises(ValueError, match="pad_token"):
         XAttnDataCollator(processor)
+
+
+def answer(*parts):
+    parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]
+    return {"role": "assistant", "content": parts}
+
+
+@pytest.mark.parametrize("last", ["text", "picture"])
+def test_the_end_of_an_answer_with_a_picture(last):
+    """An answer whose end is not trained, because a picture stands in front of it; or that of all other answers."""
+    processor = make_processor(CHATML)
+    drawn, plain = answer("here it is", {"type": "image", "image": picture()}), answer("a text")
+    first, second = (drawn, plain) if last == "text" else (plain, drawn)
+    batch = XAttnDataCollator(processor)([{"messages": [ASKED, first, ASKED, second]}])
+    trained = "".join(said(processor, batch["labels"][0])).replace("<image>", "")
+    words = {True: "here it is<|im_end|>", False: "a text<|im_end|>"}
+    assert trained == words[first is drawn] + words[second is drawn]
+
+
+def test_padding_predicts_nothing():
+    """The first token of a shorter row, trained to follow padding."""
+    processor = make_processor(HEADERS)
+    model = make_chat_model(processor).eval()
+    found = []
+    for side in ("right", "left"):
+        batch = XAttnDataCollator(processor, train_on="all", padding_side=side)([LONG, SHORT])
+        with torch.no_grad():
+            found.append((model(**batch).loss.item(), int((batch["labels"][:, 1:] != -100).sum())))
+    assert found[0][1] == found[1][1] and found[0][0] == pytest.approx(found[1][0], abs=1e-6)

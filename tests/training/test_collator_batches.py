@@ -3,12 +3,13 @@
 import pytest
 import torch
 from transformers import Trainer
+from transformers.utils import logging
 
 from helpers.inputs.collator_rows import ANSWER, QUESTION, SHORT, row
 from helpers.models.template_models import CHATML, make_chat_model, make_processor, picture
 from helpers.processes.training_runs import sft_settings, short_arguments
 from helpers.references.gradient_checks import outputs_and_gradients, without_dropout
-from hf_xattn import XAttnDataCollator
+from hf_xattn import XAttnDataCollator, freeze_base
 
 
 def about(images, question=QUESTION, answer=ANSWER):
@@ -140,3 +141,13 @@ def test_options_that_exclude_one_another(processor):
             XAttnDataCollator(processor, padding_free=True, **given)
     with pytest.raises(ValueError, match="`image_token`"):
         XAttnDataCollator(make_processor(CHATML, marker=None), padding_free=True)
+
+
+def test_rows_without_pictures_are_told(caplog):
+    """A run that trains nothing, because the column of images was lost."""
+    logging.enable_propagation()
+    processor = make_processor(CHATML)
+    model = make_chat_model(processor).train()
+    freeze_base(model)
+    model(**XAttnDataCollator(processor)([SHORT])).loss.backward()
+    assert "No row of this batch has an image, so it trains nothing" in caplog.text

@@ -15,7 +15,7 @@ from helpers.models.template_models import make_processor, save_chat_model
 from helpers.models.tiny_mllama import make_mllama, make_mllama_processor
 from helpers.models.tiny_models import make_text, randomize
 from helpers.processes.command_runs import FAST, interrupted, run_training
-from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
+from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.data.forms import FORMS
 from hf_xattn.data.loading import load_rows
@@ -23,6 +23,9 @@ from hf_xattn.data.rows import ROLES
 from hf_xattn.training.bad_rows import digest_of_pictures
 from hf_xattn.training.run_folder import OPTIONS_FILE
 from hf_xattn.utils.projection import multiplies_natively
+
+
+FEW_LOGS = "--device cpu --log-steps 1000 --save-steps 1000".split()
 
 
 @pytest.fixture(scope="module")
@@ -393,3 +396,65 @@ def test_adapter_only(model, tmp_path, capsys):
         assert not any(".self_attn." in name and "text_model.model.layers" in name for name in saved)
         trained = AutoModelForImageTextToText.from_pretrained(output)
         assert not torch.equal(trained.model.blocks[0].attn.o_proj.weight, seeing.model.blocks[0].attn.o_proj.weight)
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fresh")
+    save_chat_model(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_examples(tmp_path / "data", CAPTIONS)
+
+
+def test_a_run_that_diverges(fresh, data, tmp_path, capsys):
+    """A folder of NaN weights, and a loss of 0."""
+    options = ["--steps", "12", "--batch-size", "2", "--learning-rate", "100", "--warmup", "0", *FEW_LOGS]
+    status, _, error = run_training(capsys, fresh, "--data", data, "--output", tmp_path / "out", *options)
+    assert status != 0 and "has diverged" in error and "Lower `--learning-rate` (100)" in error
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_run_of_one_step(fresh, data, tmp_path, capsys):
+    """A step whose learning rate is 0, because it is all warm-up."""
+    options = ["--batch-size", str(len(CAPTIONS)), "--learning-rate", "0.1", *FEW_LOGS]
+    status, _, error = run_training(capsys, fresh, "--data", data, "--output", tmp_path / "out", *options)
+    assert status == 0, error
+    states = [AutoModelForImageTextToText.from_pretrained(each).state_dict() for each in (fresh, tmp_path / "out")]
+    assert any(not torch.equal(weight, states[1][name]) for name, weight in states[0].items())
+
+
+def test_evaluation_loss_is_a_mean_over_labels(fresh, tmp_path, capsys):
+    """A loss that depends on the size of a batch, because each batch counts the same."""
+    lines = []
+    (tmp_path / "data").mkdir()
+    for index, answer in enumerate(["red"] * 4 + ["a red circle and a blue square " * 4] * 2):
+        draw("red").save(tmp_path / "data" / f"{index}.png")
+        lines.append({"file_name": f"{index}.png", "question": "what ?", "answer": answer})
+    (tmp_path / "data" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    total, count = 0.0, 0
+    model = AutoModelForImageTextToText.from_pretrained(fresh)
+    collate = XAttnDataCollator(AutoProcessor.from_pretrained(fresh))
+    for each in load_rows(str(tmp_path / "data")):
+        batch = collate([each])
+        labels = int((batch["labels"][:, 1:] != -100).sum())
+        with torch.no_grad():
+            total, count = total + model(**batch).loss.item() * labels, count + labels
+    for size in (1, 4):
+        given = [
+            fresh,
+            "--data",
+            tmp_path / "data",
+            "--eval-data",
+            tmp_path / "data",
+            "--output",
+            tmp_path / f"out{size}",
+        ]
+        options = ["--steps", "1", "--batch-size", str(size), "--learning-rate", "1e-12", *FEW_LOGS]
+        status, said, error = run_training(capsys, *given, *options)
+        assert status == 0, error
+        found = float(said.partition("evaluation loss ")[2].split()[0])
+        assert found == pytest.approx(total / count, abs=2e-4)

@@ -9,17 +9,39 @@ import shutil
 
 import pytest
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, LlamaConfig
+from tokenizers import AddedToken, processors
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    LlamaConfig,
+    SiglipImageProcessorPil,
+)
+from transformers.testing_utils import CaptureLogger
 
+from helpers.inputs.collator_rows import row
 from helpers.inputs.training_examples import CAPTIONS, COLOURS, draw, write_examples
 from helpers.models.known_checkpoints import SIGLIP, make_siglip
-from helpers.models.template_models import make_chat_model, make_processor, save_chat_model
+from helpers.models.template_models import (
+    CHATML,
+    TEXT,
+    make_chat_model,
+    make_processor,
+    make_tokenizer,
+    save_chat_model,
+)
 from helpers.models.tiny_models import make_text
-from helpers.processes.command_runs import FAST, interrupted, run
-from hf_xattn import retrofit
+from helpers.processes.command_runs import FAST, interrupted, run, run_training
+from hf_xattn import XAttnDataCollator, XAttnProcessor, retrofit
 from hf_xattn.checkpoints import bases
 from hf_xattn.data.forms import CAPTION_PROMPT
+from hf_xattn.training import collator
 from hf_xattn.training.run_folder import CHECKPOINTS
+from hf_xattn.utils.transformers_api import is_before
+
+
+FEW_LOGS = "--device cpu --log-steps 1000 --save-steps 1000".split()
 
 
 @pytest.fixture(scope="module")
@@ -191,3 +213,56 @@ def test_unused_weights_are_told_once(tmp_path, capsys, caplog, monkeypatch):
         with bases._unused_told_once("somewhere"):
             logging.getLogger("transformers.modeling_utils").warning("A LOAD REPORT from: somewhere\nbias | MISSING")
         assert tables() == ["somewhere"], "a missing weight is told each time"
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_examples(tmp_path / "data", CAPTIONS)
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", "</s>"])
+def test_answers_end_where_the_template_ends_a_turn(eos, data, tmp_path, capsys):
+    """A model that has learned where an answer ends, and is not stopped there."""
+    processor = make_processor(CHATML, eos=eos)
+    make_chat_model(processor).save_pretrained(tmp_path / "fresh")
+    processor.save_pretrained(tmp_path / "fresh")
+    options = ["--steps", "1", *FEW_LOGS]
+    status, said, error = run_training(
+        capsys, tmp_path / "fresh", "--data", data, "--output", tmp_path / "out", *options
+    )
+    assert status == 0, error
+    ends = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").generation_config.eos_token_id
+    turn, own = (processor.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", eos))
+    if is_before("5.18.0"):  # `Trainer` lists the tokenizer's token twice
+        ends = list(dict.fromkeys(ends))
+        ends = ends[0] if len(ends) == 1 else ends
+    assert ends == (turn if own == turn else [own, turn])
+    assert ("ends a turn with it" in said) == (own != turn)
+
+
+@pytest.mark.parametrize("runs", [(), ("    ", "  ")], ids=["spaces", "runs of spaces"])
+def test_spaces_with_trimmed_offsets_are_labels(runs, tmp_path):
+    """A model that learns code without its indentation, because a space has no width for its tokenizer."""
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=True)
+    tokenizer.add_tokens([AddedToken(each, normalized=True) for each in runs])
+    tokenizer.save_pretrained(tmp_path)
+    size = {"height": 32, "width": 32}
+    processor = XAttnProcessor(SiglipImageProcessorPil(size=size), AutoTokenizer.from_pretrained(tmp_path))
+    answer = "def f(x):\n    if x:\n        return 1"
+    labels = XAttnDataCollator(processor)([row(answer)])["labels"][0]
+    assert processor.tokenizer.decode(labels[labels != -100]).startswith(answer)
+
+
+@pytest.mark.parametrize("space, told", [("", False), (" ", True)])
+def test_a_prompt_that_ends_inside_a_token(space, told):
+    """A model that is trained on one token for the end of the prompt and its answer, and asked with another."""
+    template = TEXT + (
+        f"{{%- for m in messages -%}}{{{{ m.role + ':{space}' + text(m.content) + '<|im_end|>' }}}}{{%- endfor -%}}"
+        f"{{%- if add_generation_prompt -%}}{{{{ 'assistant:{space}' }}}}{{%- endif -%}}"
+    )
+    processor = make_processor(template)
+    collator.logger.warning_once.cache_clear()
+    with CaptureLogger(collator.logger) as said:
+        XAttnDataCollator(processor)([row("red circle")])
+    assert ("begins in the generation prompt" in said.out) == told, said.out

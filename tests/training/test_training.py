@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoModel, ResNetConfig, Trainer
+from transformers import AutoModel, ResNetConfig, Trainer, TrainingArguments
 
+from helpers.inputs.collator_rows import LONG
+from helpers.models.template_models import CHATML, make_chat_model, make_processor
 from helpers.models.tiny_models import make_model, make_text, pixels, token_ids
 from helpers.processes.training_runs import Pairs, arguments
-from hf_xattn import XAttnForConditionalGeneration, freeze_base, retrofit
+from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, freeze_base, retrofit
+from hf_xattn.training.trainer import RunTrainer
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
@@ -84,3 +87,36 @@ def test_a_frozen_tower_with_batch_norms(tmp_path):
     assert model.train().model.connector.training and not model.model.vision_tower.training
     freeze_base(model, vision=False).train()
     assert all(module.training for module in model.model.vision_tower.modules())
+
+
+def trainer_arguments(folder, **options):
+    fixed = {"report_to": "none", "use_cpu": True, "remove_unused_columns": False, "save_strategy": "no"}
+    return TrainingArguments(str(folder), **{**fixed, **options})
+
+
+def test_gates_do_not_decay(tmp_path):
+    """Blocks that weight decay closes."""
+    processor = make_processor(CHATML)
+    model = make_chat_model(processor)
+    freeze_base(model)
+    trainer = RunTrainer(model=model, args=trainer_arguments(tmp_path, weight_decay=1.0), train_dataset=[LONG])
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    groups = trainer.create_optimizer().param_groups
+    decays = {names[id(weight)]: group["weight_decay"] for group in groups for weight in group["params"]}
+    gates = {name for name in decays if name.endswith("_gate")}
+    assert len(gates) == 2 * len(model.blocks) and not any(decays[name] for name in gates)
+    assert all(decay for name, decay in decays.items() if name.endswith("_proj.weight"))
+
+
+def test_noise_on_a_frozen_embedding(tmp_path):
+    """NEFTune that does nothing, because the frozen embedding is in evaluation mode."""
+    processor = make_processor(CHATML)
+    model, losses = make_chat_model(processor), []
+    freeze_base(model)
+    for alpha in (None, 500.0):
+        options = {"max_steps": 1, "learning_rate": 0.0, "logging_steps": 1, "neftune_noise_alpha": alpha}
+        given = trainer_arguments(tmp_path, **options)
+        trainer = Trainer(model, given, data_collator=XAttnDataCollator(processor), train_dataset=[LONG] * 4)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] != losses[1]

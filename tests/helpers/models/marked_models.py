@@ -5,11 +5,12 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from helpers.models.tiny_architectures import tiny_config
-from helpers.models.tiny_models import make_model, randomize, strengthen, vision_config
+from helpers.models.tiny_models import make_model, make_text, pixels, randomize, strengthen, token_ids, vision_config
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 
 
 MARKER = 3
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
 NEW = 5
 RULES = ["all", "previous", "latest", "latest_group"]
 
@@ -25,6 +26,32 @@ def fresh_cache():
 def marked(rule="latest", name="llama", **kwargs):
     """A model that follows image markers."""
     return make_model(name, image_token_id=MARKER, image_visibility=rule, **kwargs)
+
+
+def marked_model(rule="latest"):
+    """A model whose text sees images by their markers, and ids with markers only where they are asked for."""
+    model = strengthen(marked(rule))
+
+    def ids(length, *markers, seed=0):
+        drawn = token_ids(1, length, seed=seed)
+        drawn[drawn == MARKER] = MARKER + 1
+        drawn[0, list(markers)] = MARKER
+        return drawn
+
+    return model, ids
+
+
+def strong_model():
+    """A model whose weights are large enough that each image shows in the logits."""
+    text = strengthen(make_text())
+    torch.manual_seed(2)
+    config = XAttnConfig(text_config=text.config, vision_config=vision_config(), cross_attention_layers=[1, 3])
+    return randomize(XAttnForConditionalGeneration(config, text_model=text).eval())
+
+
+def turn(model, **options):
+    """A turn about one image."""
+    return model.generate(token_ids(1), pixel_values=pixels(1, 1), return_dict_in_generate=True, **GREEDY, **options)
 
 
 def close(first, second):

@@ -1,10 +1,10 @@
 """Small models over saved bases, for the tests of adapter-only folders."""
 
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForImageTextToText
 
 from helpers.models.tiny_models import make_text, pixels, randomize, token_ids, vision_config
-from hf_xattn import retrofit
+from hf_xattn import XAttnForConditionalGeneration, remove_blocks, retrofit
 from hf_xattn.checkpoints.adapters import SmallCheckpoint
 from hf_xattn.checkpoints.folders import WEIGHTS
 
@@ -51,3 +51,24 @@ def load(auto_class, folder, **kwargs):
     model, info = auto_class.from_pretrained(folder, output_loading_info=True, **kwargs)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     return model
+
+
+def loaded(folder):
+    return AutoModelForImageTextToText.from_pretrained(folder).eval()
+
+
+def put_onto(model, folder):
+    """The folder on the text model of a loaded model."""
+    return XAttnForConditionalGeneration.from_pretrained(folder, text_base=remove_blocks(model))
+
+
+def small(model, folder, seed=2):
+    randomize(model, seed).eval().save_pretrained(folder, adapter_only=True)
+    return model
+
+
+def make_first(tmp_path):
+    """A small checkpoint on two bases, loaded."""
+    make_base(tmp_path / "text"), make_vision(tmp_path / "vision")
+    small(retrofit(tmp_path / "text", tmp_path / "vision", every=2), tmp_path / "first", seed=1)
+    return loaded(tmp_path / "first")

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from helpers.checkout import TESTS
-from helpers.inputs import hostile_inputs as hostile
-from helpers.inputs.hostile_inputs import REFUSED, SAME, fresh, is_ours, mark_of
+from helpers.inputs import damaged_checkpoints as damaged
+from helpers.inputs.damaged_checkpoints import REFUSED, SAME, fresh, is_ours, mark_of
 from helpers.models.tiny_decoders import make_tiny
 from helpers.models.tiny_models import make_model
 from hf_xattn import XAttnForConditionalGeneration, retrofit
@@ -24,7 +24,7 @@ from hf_xattn.utils.config_checks import check_fields
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """One checkpoint in one file and in shards, its weights, and a file in another folder."""
-    folder, model = tmp_path_factory.mktemp("hostile"), make_model()
+    folder, model = tmp_path_factory.mktemp("damaged"), make_model()
     model.save_pretrained(folder / "whole")
     model.save_pretrained(folder / "shards", max_shard_size="100KB")
     outside = folder / "outside" / "model.safetensors"
@@ -65,13 +65,13 @@ def check(cases, source, work, weights, load=XAttnForConditionalGeneration.from_
 
 
 GROUPS = {
-    "truncated": lambda source, outside: hostile.truncated(source, hostile.WEIGHTS, 20, seed=1),
-    "flipped": lambda source, outside: hostile.flipped(source, 60, seed=2),
-    "headers": lambda source, outside: hostile.headers(source),
-    "configs": lambda source, outside: hostile.configs(source),
-    "pickles": lambda source, outside: hostile.pickles(source),
-    "code": lambda source, outside: hostile.code(source),
-    "indexes": hostile.indexes,
+    "truncated": lambda source, outside: damaged.truncated(source, damaged.WEIGHTS, 20, seed=1),
+    "flipped": lambda source, outside: damaged.flipped(source, 60, seed=2),
+    "headers": lambda source, outside: damaged.headers(source),
+    "configs": lambda source, outside: damaged.configs(source),
+    "pickles": lambda source, outside: damaged.pickles(source),
+    "code": lambda source, outside: damaged.code(source),
+    "indexes": damaged.indexes,
 }
 
 
@@ -104,7 +104,7 @@ def test_auto_classes_run_no_code(saved, tmp_path, group):
 def test_memory_and_time_stay_bounded():
     """Sizes that are asked for before they are checked: a terabyte, or a loop that never ends."""
     result = subprocess.run(
-        [sys.executable, "-m", "helpers.inputs.hostile_memory"], cwd=TESTS, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "helpers.inputs.bounded_memory"], cwd=TESTS, capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
 

@@ -1,5 +1,5 @@
 """Checkpoints of added weights, adapters of PEFT and files of importers that a stranger may bring. See
-`test_hostile_checkpoints.py`.
+`test_damaged_checkpoints.py`.
 """
 
 import json
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
-from helpers.inputs.hostile_inputs import Runs, edit_json, fresh, is_ours, setting
+from helpers.inputs.damaged_checkpoints import Runs, edit_json, fresh, is_ours, setting
 from helpers.models.tiny_mllama import make_mllama
 from helpers.models.tiny_models import make_model, make_text, vision_config
 from hf_xattn import XAttnForConditionalGeneration, retrofit
@@ -96,7 +96,7 @@ def test_adapters_are_refused(tmp_path):
 
 
 def test_bases_are_refused(tmp_path):
-    """A hostile text model or vision tower, which `retrofit` hands to transformers."""
+    """A text model of a stranger or vision tower, which `retrofit` hands to transformers."""
     make_text().save_pretrained(tmp_path / "text")
     torch.manual_seed(0)
     AutoModel.from_config(vision_config()).save_pretrained(tmp_path / "vision")

@@ -13,7 +13,7 @@ import torch
 
 
 gguf = pytest.importorskip("gguf")
-from helpers.inputs.hostile_inputs import is_ours  # noqa: E402
+from helpers.inputs.damaged_checkpoints import is_ours  # noqa: E402
 from helpers.models.tiny_gguf import write_gguf  # noqa: E402
 from hf_xattn import retrofit  # noqa: E402
 from hf_xattn.utils.transformers_api import NEWEST, is_before  # noqa: E402
@@ -138,7 +138,7 @@ used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesi
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**32, used + 2**32))
 resource.setrlimit(resource.RLIMIT_CPU, (120, 120))
-for path in sorted(folder.glob("hostile-*.gguf")):
+for path in sorted(folder.glob("damaged-*.gguf")):
     try:
         retrofit(path, every=1)
     except ValueError:
@@ -164,9 +164,9 @@ def test_memory_stays_bounded(whole, tmp_path):
         "tokens": edited(whole, tokens + 4, "<Q", 2**62),
         "numbers": edited(whole, numbers + 4, "<Q", 2**30),
     }.items():
-        (tmp_path / f"hostile-{name}.gguf").write_bytes(content)
+        (tmp_path / f"damaged-{name}.gguf").write_bytes(content)
     # A long file that takes no room on the disk: the list of numbers fits into it.
-    sparse = tmp_path / "hostile-sparse.gguf"
+    sparse = tmp_path / "damaged-sparse.gguf"
     sparse.write_bytes(edited(whole, numbers + 4, "<Q", 2**27)[: numbers + 12])
     with open(sparse, "r+b") as file:
         file.truncate(2**30)

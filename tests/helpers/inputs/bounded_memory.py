@@ -16,8 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from helpers.inputs import hostile_inputs as hostile
-from helpers.inputs.hostile_inputs import edit_json, fresh, setting
+from helpers.inputs.damaged_checkpoints import WEIGHTS, edit_json, fresh, setting
 from helpers.models.tiny_models import make_model, make_text
 from hf_xattn import XAttnForConditionalGeneration, retrofit
 from hf_xattn.processing.image_reading import read_image
@@ -56,8 +55,8 @@ def wide_embedding(folder):
         edit_json(
             "config.json", lambda content, part=part: content[part].update(hidden_size=2**20, intermediate_size=2**20)
         )(folder)
-    tensors = load_file(folder / hostile.WEIGHTS)
-    save_file({**tensors, "surplus": torch.zeros(2**20)}, folder / hostile.WEIGHTS, {"format": "pt"})
+    tensors = load_file(folder / WEIGHTS)
+    save_file({**tensors, "surplus": torch.zeros(2**20)}, folder / WEIGHTS, {"format": "pt"})
 
 
 def main():

@@ -1,41 +1,13 @@
 """Files of data of which a part would be left out, doubled or read as another, without a word."""
 
-import base64
 import gzip
-import io
-import json
-import tarfile
 
 import pytest
-from PIL import Image
 
 import hf_xattn
-from helpers.models.template_models import make_processor
+from helpers.inputs.source_files import asked, picture, pictures_of, write_tar
 from hf_xattn.data.order import Shuffled
 from hf_xattn.training.bad_rows import read_problems
-
-
-def picture(colour, kind="PNG"):
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8), colour).save(file, kind)
-    return file.getvalue()
-
-
-def write_tar(path, members):
-    with tarfile.open(path, "w") as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return path
-
-
-def asked(question="what colour ?", **fields):
-    return json.dumps({"question": question, "answer": "red", **fields}).encode()
-
-
-def pictures_of(row):
-    return [part["image"] for part in row["messages"][0]["content"] if part["type"] == "image"]
 
 
 @pytest.mark.parametrize("ending, kind", [("avif", "AVIF"), ("jp2", "JPEG2000"), ("jfif", "JPEG"), ("ppm", "PPM")])
@@ -88,14 +60,6 @@ def test_patterns_of_all_folders(tmp_path):
         hf_xattn.load_rows(f"{tmp_path}/**.jsonl")
 
 
-def test_the_order_of_pictures_in_dicts(tmp_path):
-    """Pictures in the order of their numbers, although the example names another."""
-    members = {"0.0.png": picture("red"), "0.1.png": picture("blue")}
-    names = [{"path": "0.1.png"}, {"path": "0.0.png"}]
-    (row,) = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {**members, "0.json": asked(images=names)}))
-    assert pictures_of(row) == [picture("blue"), picture("red")]
-
-
 def test_byte_order_marks(tmp_path):
     """A mark that is trained as the first token of an answer, and one in the middle that hides the last row."""
     shard = {"0.png": picture("red"), "0.txt": b"\xef\xbb\xbfa red square\r\n"}
@@ -107,32 +71,6 @@ def test_byte_order_marks(tmp_path):
     assert [rows[index]["messages"][0]["content"] for index in (0, 2, 3)] == ["one ?", "two ?", "three ?"]
     with pytest.raises(ValueError, match="line 2: broken JSON"):
         rows[1]
-
-
-@pytest.mark.parametrize("kind, key", [("text", "image"), ("text", "path"), ("text", "image_url"), ("image", "text")])
-def test_a_part_with_a_text_and_a_picture(kind, key, tmp_path):
-    """A part of a message that loses its picture, or its question."""
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    part = {"type": kind, "text": "what ?", "image": str(tmp_path / "a.png")}
-    if kind == "text":
-        part[key] = part.pop("image")
-    messages = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "red"}]
-    processor = make_processor()
-    for read in (
-        lambda: hf_xattn.XAttnDataCollator(processor)([{"messages": messages}]),
-        lambda: processor.apply_chat_template(messages, tokenize=True, return_dict=True),
-    ):
-        with pytest.raises(ValueError, match=f"a part of type '{kind}' with `{key}` in it. Make two parts of it"):
-            read()
-
-
-def test_a_part_with_two_pictures(tmp_path):
-    """The second of two names of a picture in a part, which is dropped."""
-    part = {"type": "image", "image": "a.png", "path": "b.png"}
-    messages = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "red"}]
-    (tmp_path / "metadata.jsonl").write_text(json.dumps({"messages": messages}))
-    with pytest.raises(ValueError, match="expected one picture in a part, got 2"):
-        hf_xattn.load_rows(tmp_path / "metadata.jsonl")[0]
 
 
 def test_a_loop_over_shuffled_rows_ends(tmp_path):
@@ -174,32 +112,6 @@ def test_pictures_of_unknown_endings(name, tmp_path):
     rows = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {name: content, "0.json": asked()}))
     with pytest.raises(ValueError, match=f"expected .*picture.* got {name}"):
         rows[0]
-
-
-def test_pictures_in_texts(tmp_path):
-    """A picture as a data URL or as base64, and a `file://` address with a blank: rows that are refused."""
-    content = picture("red")
-    (tmp_path / "a b.png").write_bytes(content)
-    text = base64.b64encode(content).decode()
-    address = f"data:image/png;base64,{text}"
-    parts = [{"type": "image", "base64": text}, {"type": "image_url", "image_url": {"url": address}}]
-    forms = [asked(image=address), asked(images=[{"bytes": None, "path": address}])]
-    forms += [
-        json.dumps(
-            {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "red"}]}
-        ).encode()
-        for part in parts
-    ]
-    forms += [asked(image=(tmp_path / "a b.png").as_uri()), asked(image=f"file://localhost{tmp_path}/a%20b.png")]
-    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(forms))
-    collator, rows = hf_xattn.XAttnDataCollator(make_processor()), hf_xattn.load_rows(tmp_path / "rows.jsonl")
-    expected = make_processor()(images=content)["pixel_values"]
-    for row in rows:
-        assert (collator([row])["pixel_values"] == expected).all()
-    for wrong in ("data:image/png;base64,no!", "data:image/png,abc"):
-        (tmp_path / "rows.jsonl").write_bytes(asked(image=wrong))
-        with pytest.raises(ValueError, match="expected a picture "):
-            hf_xattn.load_rows(tmp_path / "rows.jsonl")[0]
 
 
 def test_lines_that_are_packed(tmp_path):
@@ -249,13 +161,3 @@ def test_values_that_are_nested_deeply(depth, tmp_path):
         assert len(hf_xattn.load_rows(tmp_path / "a.json")) == 2
     except ValueError as error:
         assert "object 1" in str(error)
-
-
-@pytest.mark.parametrize("name", ["id", "image_id", "__key__", "sample_uuid"])
-def test_an_id_that_looks_like_a_picture(name, tmp_path):
-    """A row without a picture that is refused for its number."""
-    (tmp_path / "a.jsonl").write_bytes(asked(**{name: "x/000.jpg"}))
-    assert hf_xattn.load_rows(tmp_path / "a.jsonl")[0]["messages"][0]["content"] == "what colour ?"
-    (tmp_path / "a.jsonl").write_bytes(asked(scene="x/000.jpg"))
-    with pytest.raises(ValueError, match="got it in 'scene', which is not read"):
-        hf_xattn.load_rows(tmp_path / "a.jsonl")[0]
