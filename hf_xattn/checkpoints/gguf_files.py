@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import cached_file
 from transformers.utils.import_utils import is_gguf_available
 
+from ..utils.architectures import text_hidden_size, text_num_hidden_layers
 from ..utils.checkpoint_files import Stored, short
-from ..utils.config_checks import check_fields
 from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.tensor_checks import type_name
 from .folders import check_size
@@ -125,7 +125,8 @@ def gguf_config(name: str, path: Path) -> PreTrainedConfig:
     """The configuration in a GGUF file. transformers takes seconds to read a vocabulary, so the last one is kept."""
     try:
         config = copy.deepcopy(_read_config(*_version_of(path)))
-        check_fields(config.to_dict(), "its settings")
+        if not (text_num_hidden_layers(config) > 0 and text_hidden_size(config) > 0):
+            raise ValueError("its settings name no layers, or a hidden size of 0.")
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as error:  # whatever the configuration's class stumbles over

@@ -1,9 +1,8 @@
 """Checks of configurations: of what a file says before anything is built from it, of single fields, and of all fields
 again after `from_pretrained` overrides some.
 
-transformers keeps any key: one that resembles a field's name is refused here, as probably misspelt. It also builds any
-size, which would never return or ask for all memory. The bounds here are far above every published model, and only for
-fields that a configuration of its type has: nobody reads other keys.
+transformers keeps any key: one that resembles a field's name is refused here, as probably misspelt. What would lead to
+code or to another folder is refused, too. `checkpoints/folders.py` compares sizes with the weights.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from huggingface_hub.dataclasses import as_validated_field
-from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
@@ -37,22 +35,7 @@ GENERIC = frozenset(
     per_layer_config quantization_config tie_word_embeddings torch_dtype use_cache
     """.split()
 )
-MAX_LAYERS, MAX_EXPERTS, MAX_VOCABULARY, MAX_POSITIONS, MAX_WIDTH = 2048, 2**14, 2**27, 2**31, 2**20
-# The largest value of the fields whose names match a pattern. The first pattern that matches decides.
-BOUNDS = {
-    r"vocab|embeddings_size": MAX_VOCABULARY,
-    r"(^|_)(n?layers?|blocks|depths?|stages|hidden_groups)(_|$)": MAX_LAYERS,
-    r"experts$": MAX_EXPERTS,
-    r"positions?(_embeddings)?$|len(gth)?$|n_ctx$|chunk_size$|window|_id$": MAX_POSITIONS,
-    r"tiles$": 2**10,
-    r"(image|patch)_size$": 2**16,
-    r"(_size|_dims?|_width|_rank|heads?|channels|latents|_buckets|embd|_inner|_model|ff|^num_labels)$": MAX_WIDTH,
-}
 MOST_DEPTH = 16  # of objects in objects
-POSITIVE = re.compile(r"^(hidden_size|vocab_size|num_hidden_layers|num_attention_heads|n_embd|n_layer|n_head)$")
-WHOLE = re.compile(POSITIVE.pattern + r"|^(intermediate_size|num_key_value_heads|head_dim)$")  # integers, if present
-# Others may be negative: -1 often means that there is none, or counts layers from the end.
-NOT_NEGATIVE = re.compile(WHOLE.pattern + r"|vocab|(image|patch)_size$|channels$|experts$")
 KERNELS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 DTYPES = ("dtype", "torch_dtype")
 
@@ -227,9 +210,7 @@ def check_buckets(num_buckets: int, max_distance: int) -> None:
 
 
 def check_added_vocabulary(size: Any, in_head: bool) -> None:
-    """Raises a `ValueError` for a number of added tokens that a model cannot have."""
-    if size > MAX_VOCABULARY:
-        raise ValueError(f"`additional_vocab_size` must be at most {MAX_VOCABULARY}, got {size}.")
+    """Raises a `ValueError` for rows of the head for no added tokens."""
     if in_head and not size:
         raise ValueError("`additional_vocab_in_head=True` needs `additional_vocab_size` of at least 1.")
 
@@ -308,8 +289,6 @@ def every_nth_layer(every: int, num_layers: int) -> list[int]:
 def check_layers(layers: Any, num_layers: int) -> list[int]:
     """Checks layer indices and returns them sorted. A repeated index stands for several blocks at one layer."""
     layers = list(layers)
-    if len(layers) > MAX_LAYERS:
-        raise ValueError(f"`cross_attention_layers`: expected at most {MAX_LAYERS} blocks, got {len(layers)} indices.")
     if not layers:
         raise ValueError("`cross_attention_layers` is empty: name at least one decoder layer.")
     outside = [index for index in layers if not 0 <= index <= num_layers]
@@ -324,73 +303,29 @@ def check_layers(layers: Any, num_layers: int) -> list[int]:
 def check_fields(
     fields: Any, where: str, depth: int = 0, config_class: type[PreTrainedConfig] = PreTrainedConfig
 ) -> None:
-    """Checks the fields of a configuration, and of those inside it.
+    """Checks the fields of a configuration, and of those inside it, which transformers would follow.
 
     Args:
         where (`str`): begins each message: the file, and the part.
         depth (`int`): in how many objects these fields are.
 
     Raises:
-        ValueError: for a size that no model has, a value of a wrong type, a name that leads to code or to another
-            folder, and a key that would replace a method of `config_class`. The message names the field.
+        ValueError: for a name that leads to code or to another folder, and a key that would replace a method of
+            `config_class`. The message names the field.
     """
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: expected an object, got {short(fields)}.")
     if depth > MOST_DEPTH:
         raise ValueError(f"{where}: expected at most {MOST_DEPTH} objects inside each other, got more.")
-    read = _names_read(fields.get("model_type"))
     for name, value in fields.items():
         if not isinstance(name, str) or name.startswith("__") or callable(getattr(config_class, name, None)):
             raise ValueError(f"{where}: expected the names of settings, got {short(name)}.")
         if KERNELS.match(name):
             _check_kernel(name, value, where)
-        elif name in DTYPES:
-            _check_dtype(name, value, where)
-        elif name == "auto_map":
-            if value is not None and not isinstance(value, dict):
-                raise ValueError(f"{where}: expected `auto_map` to be an object of class names, got {short(value)}.")
         elif name == "transformers_weights":
             _check_weights_name(value, where)
         elif name.endswith("_config") and name != "quantization_config" and isinstance(value, dict):
             check_fields(value, f"{where}, `{name}`", depth + 1)
-        else:
-            _check_value(name, value, where, depth, read)
-
-
-def _names_read(model_type: Any) -> set[str] | None:
-    """The names that a configuration of this type reads. None for a type that transformers does not know."""
-    config_class = CONFIG_MAPPING[model_type] if isinstance(model_type, str) and model_type in CONFIG_MAPPING else None
-    return None if config_class is None else {*GENERIC, *_fields_of(config_class), *config_class.attribute_map}
-
-
-def _check_value(name: str, value: Any, where: str, depth: int, read: set[str] | None) -> None:
-    """Checks a number, or the numbers in a list or an object. `read`: see [`_names_read`]."""
-    if isinstance(value, (dict, list)) and depth > MOST_DEPTH:
-        kind = "objects" if isinstance(value, dict) else "lists"
-        raise ValueError(f"{where}: expected at most {MOST_DEPTH} {kind} inside each other, got more in `{name}`.")
-    if isinstance(value, dict):
-        for inner, each in value.items():
-            named = isinstance(inner, str) and _most(name) is None
-            _check_value(inner if named else name, each, where, depth + 1, read)
-    if isinstance(value, list):
-        for each in value:
-            _check_value(name, each, where, depth + 1, read)
-    if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and name.endswith("eps"))):
-        raise ValueError(f"{where}: expected `{name}` to be a finite number, got {value}.")
-    if WHOLE.match(name) and isinstance(value, (str, bool, float)):
-        raise ValueError(f"{where}: expected `{name}` to be an integer, got {short(value)}.")
-    most = _most(name)
-    if isinstance(value, bool) or not isinstance(value, int) or most is None or (read is not None and name not in read):
-        return
-    least = 1 if POSITIVE.match(name) else 0 if NOT_NEGATIVE.search(name) else None
-    if value > most or (least is not None and value < least):
-        span = f"at most {most}" if least is None else f"from {least} to {most}"
-        raise ValueError(f"{where}: expected `{name}` to be {span}, got {short(value)}.")
-
-
-def _most(name: str) -> int | None:
-    """The largest value of a field that allocates memory; None for any other name."""
-    return next((most for names, most in BOUNDS.items() if re.search(names, name)), None)
 
 
 def _check_kernel(name: str, value: Any, where: str) -> None:
@@ -401,15 +336,6 @@ def _check_kernel(name: str, value: Any, where: str) -> None:
                 f"{where}: expected `{name}` to be a kernel of transformers, such as 'sdpa', got {short(value)}. Pass "
                 "code from elsewhere to `from_pretrained`, if you trust it."
             )
-
-
-def _check_dtype(name: str, value: Any, where: str) -> None:
-    for each in value.values() if isinstance(value, dict) else (value,):
-        if isinstance(each, torch.dtype) or each in (None, "auto"):
-            continue
-        known = getattr(torch, each.removeprefix("torch."), None) if isinstance(each, str) else None
-        if not isinstance(known, torch.dtype):
-            raise ValueError(f"{where}: expected `{name}` to be a dtype, such as 'bfloat16', got {short(value)}.")
 
 
 def _check_weights_name(value: Any, where: str) -> None:
@@ -434,9 +360,7 @@ def check_layer_count(fields: Any, num_tensors: int, where: str) -> None:
     for name, value in fields.items():
         if isinstance(value, dict):
             check_layer_count(value, num_tensors, f"{where}, `{name}`")
-        elif (
-            re.fullmatch(r"num_(hidden_)?layers|n_layers?|depth", name)
-            and isinstance(value, int)
-            and value > num_tensors
-        ):
-            raise ValueError(f"{where}: `{name}` is {value}, but the checkpoint holds {num_tensors} weights in all.")
+            continue
+        count = len(value) if isinstance(value, list) else value if isinstance(value, int) else 0
+        if re.fullmatch(r"num_(hidden_)?layers|n_layers?|depth|cross_attention_layers", name) and count > num_tensors:
+            raise ValueError(f"{where}: `{name}` is of {short(count)}, but the checkpoint holds {num_tensors} weights.")
