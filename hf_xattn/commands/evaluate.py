@@ -7,9 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from .shared import add_model, add_number, check_least, load_model_and_images
+from .shared import add_model, add_number, load_model_and_images
 
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ def register_eval(commands: argparse._SubParsersAction) -> None:
 
 
 def run_eval(arguments: argparse.Namespace) -> None:
-    check_least(arguments, 1, "limit", "batch_size", "max_new_tokens")
     folder = Path(arguments.model)
     if arguments.card:
         from ..evaluation.card import read_card
@@ -69,29 +68,17 @@ def run_eval(arguments: argparse.Namespace) -> None:
         write_results(folder, found, f"{data.parent.name}/{data.name}{first}")
 
 
-class Measured(NamedTuple):
-    """What was measured, with the model and the processor that were asked."""
-
-    found: Evaluation
-    model: XAttnForConditionalGeneration
-    processor: Any
-
-
-def measure(arguments: argparse.Namespace, questions: Sequence[Question]) -> Measured:
-    """Loads the model of the command line and asks it."""
+def measure(
+    arguments: argparse.Namespace, questions: Sequence[Question]
+) -> tuple[Evaluation, XAttnForConditionalGeneration, Any]:
+    """Loads the model of the command line and asks it. Returns what was measured, the model and its processor."""
     from ..evaluation.evaluation import evaluate
 
     model, processor, _ = load_model_and_images(arguments)
     if getattr(processor, "image_processor", None) is None:
         raise ValueError(f"Expected a model with a processor, but {arguments.model} was saved without one for images.")
-    found = evaluate(
-        model,
-        processor,
-        questions,
-        batch_size=arguments.batch_size,
-        max_new_tokens=arguments.max_new_tokens,
-    )
-    return Measured(found, model, processor)
+    sizes = {"batch_size": arguments.batch_size, "max_new_tokens": arguments.max_new_tokens}
+    return evaluate(model, processor, questions, **sizes), model, processor
 
 
 def questions_of_data(arguments: argparse.Namespace) -> list[Question]:

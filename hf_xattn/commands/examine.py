@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import sys
-from typing import Any
 
 from .shared import add_model, add_trust, check_model, device_of, hub_options, load_shapes, print_report
 
@@ -34,6 +33,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     from ..checkpoints.folders import find_peft
     from ..checks import BROKEN, NOT_CHECKED, run_checks
     from ..utils.checkpoint_files import check_source
+    from ..utils.versions import installed
 
     check_source("model", arguments.model)
     hub, peft = hub_options(arguments), find_peft(arguments.model, {})
@@ -41,7 +41,8 @@ def run_check(arguments: argparse.Namespace) -> int:
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
     if model.device.type != device.partition(":")[0]:  # a quantizer may have put it on a GPU
         model = model.to(device)
-    found, about, results = run_checks(model.eval(), arguments.skip), _about(model), []
+    found, results = run_checks(model.eval(), arguments.skip), []
+    about = {**installed(), "device": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
     if not arguments.json:
         print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
     for result in found:
@@ -66,33 +67,19 @@ def _finite(number: float | None) -> float | None:
     return number if number is None or math.isfinite(number) else None  # JSON has no infinity
 
 
-def _about(model: Any) -> dict[str, str]:
-    from ..utils.versions import installed
-
-    return {
-        **installed(),
-        "device": str(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
-
-
 def register_inspect(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("inspect", help="print what a model's blocks add: parameters, K/V bytes, compute")
-    parser.add_argument("model", metavar="DIR", nargs="?", help="a retrofitted model: a folder or a Hub id")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("model", metavar="DIR", nargs="?", help="a retrofitted model: a folder or a Hub id")
     architectures = "print which decoders are supported, and why others are not"
-    parser.add_argument("--architectures", action="store_true", help=architectures)
+    asked.add_argument("--architectures", action="store_true", help=architectures)
     towers = "print which vision models can be the tower, and why others cannot"
-    parser.add_argument("--towers", action="store_true", help=towers)
+    asked.add_argument("--towers", action="store_true", help=towers)
     add_trust(parser)
     parser.set_defaults(run=run_inspect)
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
-    asked = {"DIR": arguments.model, "--architectures": arguments.architectures, "--towers": arguments.towers}
-    got = [name for name, value in asked.items() if value]
-    if len(got) != 1:
-        came = " and ".join(got) or "none of them"
-        raise ValueError(f"Expected one of a model (DIR), --architectures and --towers, got {came}.")
     if arguments.architectures:
         from ..utils.architectures import markdown_table
 

@@ -31,7 +31,7 @@ def register_import(commands: argparse._SubParsersAction) -> None:
     text = "language model of the state dict: a folder, a GGUF file or a Hub id"
     state.add_argument("--text", metavar="TEXT", help=text)
     state.add_argument("--vision", metavar="V", help="vision tower (OpenFlamingo)")
-    add_number(state, "--image-token-id", None, "id of <image> (OpenFlamingo)", metavar="ID")
+    add_number(state, "--image-token-id", None, "id of <image> (OpenFlamingo)", metavar="ID", least=0)
     add_number(state, "--head-dim", None, "width of a head (OpenFlamingo; default: 64)")
     add_number(state, "--heads", None, "query heads (KempnerForge)", metavar="H")
     add_number(state, "--every", None, "a block after every N-th layer (KempnerForge)")

@@ -7,15 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from .shared import (
-    DTYPES,
-    add_number,
-    add_trust,
-    hub_options,
-    new_folder,
-    print_report,
-    read_processor,
-)
+from .shared import DTYPES, add_number, add_trust, hub_options, new_folder, print_report, read_processor
 
 
 CONNECTOR = (
@@ -109,35 +101,8 @@ def _connector_for(processor: Any) -> str | None:
     return None if pixels.shape[-1] == pixels.shape[-2] else "mlp"
 
 
-def only_in_python(words: list[str]) -> str:
-    """For unknown words of the command line: how Python is given the first of them that it knows, or nothing."""
-    import inspect
-
-    from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig
-    from ..retrofit import retrofit
-
-    parameters = inspect.signature(retrofit).parameters
-    for word in words:
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        if not word.startswith("--"):
-            continue
-        if name in parameters:
-            call = f"{name}=..."
-        elif name in CrossAttentionConfig.__annotations__:
-            call = f'cross_attention={{"{name}": ...}}'
-        elif name in PerceiverConfig.__annotations__:
-            call = f'perceiver_config={{"{name}": ...}}'
-        else:
-            continue
-        return (
-            f". `{name}` is for Python: hf_xattn.retrofit(TEXT, V, {call}). The guide examples/blocks/README.md shows "
-            "it, and how the result is saved for `hf-xattn train`."
-        )
-    return ""
-
-
 def _integers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected integers separated by commas, got {text!r}") from None
+    return [int(part) for part in text.split(",")]
+
+
+_integers.__name__ = "list of integers"  # for argparse's error

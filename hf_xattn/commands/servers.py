@@ -11,7 +11,7 @@ import socket
 import sys
 from pathlib import Path
 
-from .shared import add_answers, add_model, add_number, answer_options, check_least, load_model_and_images
+from .shared import add_answers, add_model, add_number, answer_options, load_model_and_images
 
 
 def register_serve(commands: argparse._SubParsersAction) -> None:
@@ -37,9 +37,6 @@ def register_serve(commands: argparse._SubParsersAction) -> None:
 
 
 def run_serve(arguments: argparse.Namespace) -> None:
-    check_least(arguments, 0, "image_store")
-    check_least(arguments, 1, "max_image_mib", "max_request_mib", "max_new_tokens", "max_beams")
-    check_least(arguments, 1, "max_images", "max_request_megapixels", "max_requests")
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
@@ -107,15 +104,11 @@ def register_web(commands: argparse._SubParsersAction) -> None:
 
 
 def _size(text: str) -> tuple[int, int]:
-    width, _, height = text.lower().partition("x")
-    try:
-        return int(width), int(height)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected WIDTHxHEIGHT in pixels, got {text!r}") from None
+    width, height = map(int, text.lower().split("x"))
+    return width, height
 
 
 def run_web(arguments: argparse.Namespace) -> None:
-    check_least(arguments, 0, "image_store")
     options = answer_options(arguments)
     from transformers import set_seed
 
@@ -159,9 +152,9 @@ def run_web(arguments: argparse.Namespace) -> None:
 
 def _add_listening(parser: argparse.ArgumentParser, port: int) -> None:
     parser.add_argument("--host", default="localhost", help="address to listen on (default: localhost)")
-    add_number(parser, "--port", port, "port to listen on; 0 takes a free one")
+    add_number(parser, "--port", port, "port to listen on; 0 takes a free one", least=0)
     store = "memory to keep encoded images for later questions, in MiB; 0 turns this off"
-    add_number(parser, "--image-store", 1024, store, metavar="MIB")
+    add_number(parser, "--image-store", 1024, store, metavar="MIB", least=0)
 
 
 def address_of(host: str, port: int) -> str:

@@ -6,8 +6,6 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,19 +35,13 @@ def add_device(parser: argparse.ArgumentParser, default: str = "auto") -> None:
 
 
 def device_of(name: str) -> Any:  # mypy knows no `to` of a model that takes a name
-    """Returns the device that `--device` names. Raises a `ValueError` for one that this machine does not have."""
+    """Returns the device that `--device` names. Raises torch's error for one that this machine does not have."""
     import torch
 
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    gpus = [] if found is None else [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
     if name == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if found is None else found.type
-    if name not in ("cpu", *gpus, *(gpu.partition(":")[0] for gpu in gpus)):
-        built = "" if "cuda" not in name or torch.version.cuda else f" torch {torch.__version__} is built without CUDA."
-        raise ValueError(
-            f"Expected `--device` to be a device of this machine ({', '.join(['auto', 'cpu', *gpus])}), got "
-            f"{name!r}.{built}"
-        )
+    torch.empty(0, device=name)
     return name
 
 
@@ -58,14 +50,12 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     add_number(parser, "--max-new-tokens", 256, "maximum number of tokens in an answer")
     temperature = "0 always takes the most likely token (default: the model's generation settings)"
-    add_number(parser, "--temperature", None, temperature, float, "X")
+    add_number(parser, "--temperature", None, temperature, float, "X", least=0)
     parser.add_argument("--seed", type=int, help="makes sampled answers repeatable")
 
 
 def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns keyword arguments of `generate`. Raises a `ValueError` for values out of bounds."""
-    check_least(arguments, 1, "max_new_tokens")
-    check_least(arguments, 0, "temperature")
+    """Returns keyword arguments of `generate`."""
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens}
     if arguments.temperature is not None:
         options["do_sample"] = arguments.temperature > 0
@@ -81,18 +71,18 @@ def add_number(
     told: str,
     kind: type[int] | type[float] = int,
     metavar: str = "N",
+    least: float = 1,
 ) -> None:
-    """Adds an option that is a number. The help ends with the default, if there is one."""
+    """Adds an option that is a number, of which `least` is the smallest. The help ends with the default, if any."""
+
+    def number(text: str) -> float:
+        if not least <= (value := kind(text)) < math.inf:
+            raise ValueError
+        return value
+
+    number.__name__ = f"{kind.__name__} of at least {least}"
     told += "" if default is None else f" (default: {default})"
-    parser.add_argument(option, type=kind, default=default, metavar=metavar, help=told)
-
-
-def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
-    """Raises a `ValueError` for an option below a number, or that is NaN or infinite."""
-    for name in names:
-        value = getattr(arguments, name)
-        if value is not None and not least <= value < math.inf:
-            raise ValueError(f"`--{name.replace('_', '-')}` must be at least {least}, got {value}.")
+    parser.add_argument(option, type=number, default=default, metavar=metavar, help=told)
 
 
 def add_images(parser: argparse._ActionsContainer, required: bool = False) -> None:
@@ -110,11 +100,6 @@ def add_model(parser: argparse.ArgumentParser, device: str = "auto") -> None:
 
 def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForConditionalGeneration, Any, list[Image]]:
     """Loads a model, its processor, or its tokenizer if it has no processor, and the images of `--image`."""
-    files: list[str] = arguments.image or []
-    for file in files:
-        if not Path(file).is_file():
-            kind = "a web address. Download it first" if "://" in file else "which is not a file"
-            raise ValueError(f"Expected `--image` to be a file, got {file}, {kind}.")
     device = device_of(arguments.device)
     from transformers import AutoModelForImageTextToText
 
@@ -124,7 +109,7 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     hub = hub_options(arguments)
     check_model(arguments.model, **hub)
     processor = load_processor(arguments.model, **hub)
-    images = [read_image(Path(file), "--image") for file in files]
+    images = [read_image(Path(file), "--image") for file in arguments.image or ()]
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
     model = model.to(device).eval()
     if (why := blindness(model)) is not None:
@@ -132,22 +117,6 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     if images and getattr(processor, "image_processor", None) is None:
         raise ValueError(f"`--image` needs an image processor, but {arguments.model} was saved without one.")
     return model, _with_images_at_markers(processor, model), images
-
-
-class DamagedError(ValueError):
-    """A tokenizer or a processor is there, but cannot be read."""
-
-
-@contextmanager
-def undamaged(what: str, source: str) -> Iterator[None]:
-    """Raises a `DamagedError` for a damaged file. For a missing one transformers' own error says so."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, (OSError, ValueError, ImportError)) and not isinstance(error, json.JSONDecodeError):
-            raise
-        why = f"{type(error).__name__}: {error}"
-        raise DamagedError(f"The {what} of {source} is damaged, or transformers does not read it: {why}") from error
 
 
 def load_processor(name: str, **hub: Any) -> Any:
@@ -163,8 +132,7 @@ def load_processor(name: str, **hub: Any) -> Any:
     absent_is_none = {f"_raise_exceptions_for_{case}": False for case in ("missing_entries", "connection_errors")}
     files = (cached_file(name, file, **absent_is_none) for file in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME))
     only_text = parts is None and all(file is None for file in files)
-    with undamaged("processor", name):
-        return (AutoTokenizer if only_text else AutoProcessor).from_pretrained(name, **hub)
+    return (AutoTokenizer if only_text else AutoProcessor).from_pretrained(name, **hub)
 
 
 def load_shapes(name: str, **hub: Any) -> XAttnForConditionalGeneration:
@@ -274,9 +242,8 @@ def read_processor(
 
 def _read(auto_class: Any, source: str, what: str, where: str, load_kwargs: dict[str, Any]) -> Any:
     try:
-        with undamaged(what, where):
-            return auto_class.from_pretrained(source, **load_kwargs)
-    except DamagedError:
+        return auto_class.from_pretrained(source, **load_kwargs)
+    except json.JSONDecodeError:  # it is there, but damaged
         raise
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())

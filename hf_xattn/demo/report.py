@@ -36,14 +36,6 @@ def prepared(output: Path) -> Path:
     return output
 
 
-def undo_prepared(output: Path, existed: bool) -> None:
-    """Removes the folder that [`prepared`] made, or its mark where the folder was there before, if nothing followed."""
-    if [path.name for path in output.iterdir()] == [MARK]:
-        (output / MARK).unlink()
-        if not existed:
-            output.rmdir()
-
-
 def save_examples(output: Path, pictures: Mapping[str, Image.Image]) -> None:
     """Saves pictures under their names, in place of those of an earlier run."""
     folder = output / "examples"
