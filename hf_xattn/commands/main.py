@@ -38,7 +38,7 @@ COMMANDS = (
     register_demo,
 )
 # What is wrong with the arguments and files of a person. Any other error is a bug, and needs its traceback.
-ERRORS = (OSError, ImportError, ValueError, TypeError, RuntimeError, TemplateError, StrictDataclassError)
+ERRORS = (OSError, ImportError, ValueError, RuntimeError, TemplateError, StrictDataclassError)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -253,7 +253,6 @@ def test_what_is_missing_is_told_before_any_work(parts, tmp_path, capsys, monkey
     assert "to be a .deb file" in refused(capsys, tmp_path, "--stamps", tmp_path / "wrong.deb", *vision)
     assert "no such" in refused(capsys, tmp_path, *stamps, "--vision", tmp_path / "none")
     assert "no such folder" in refused(capsys, tmp_path, *stamps, *vision, text=tmp_path / "none")
-    assert "`--steps` must be at least 1, got 0" in refused(capsys, tmp_path, *stamps, *vision, "--steps", 0)
     assert "got both" in refused(capsys, tmp_path, *stamps, "--pictures", tmp_path, *vision)
     (tmp_path / "one.jsonl").write_text('{"question": "a ?", "answer": "b"}\n')
     assert "two examples or more, got 1" in refused(capsys, tmp_path, "--pictures", tmp_path / "one.jsonl", *vision)

@@ -351,8 +351,6 @@ def test_wrong_command_lines(chat_folder, tmp_path, capsys):
         for words, arguments in {
             "missing": (tmp_path / "missing",),
             "--port": (chat_folder, "--port", taken.getsockname()[1]),
-            "--image-store": (chat_folder, "--image-store", -1),
-            "--max-new-tokens": (chat_folder, "--max-new-tokens", 0),
         }.items():
             assert main(["web", *map(str, arguments)]) == 2
             assert words in capsys.readouterr().err
