@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pickle import UnpicklingError
 
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
@@ -38,7 +39,7 @@ COMMANDS = (
     register_demo,
 )
 # What is wrong with the arguments and files of a person. Any other error is a bug, and needs its traceback.
-ERRORS = (OSError, ImportError, ValueError, RuntimeError, TemplateError, StrictDataclassError)
+ERRORS = (OSError, ImportError, ValueError, RuntimeError, UnpicklingError, TemplateError, StrictDataclassError)
 
 
 def main(argv: list[str] | None = None) -> int:

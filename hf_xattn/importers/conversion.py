@@ -28,7 +28,6 @@ from ..utils.checkpoint_files import (
     WEIGHTS,
     Stored,
     check_inside,
-    check_path,
     check_source,
     read_index,
     refuse_pickled,
@@ -136,8 +135,6 @@ def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 def folder_of(source: str | Path) -> Path:
     """The folder of a source. Downloads a Hub id."""
-    if not isinstance(source, (str, Path)):
-        raise TypeError(f"`source` must be a folder, a Hub id or a loaded model, got {type(source).__name__}.")
     folder = Path(source)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -199,13 +196,9 @@ def read_tensor(folder: Path, headers: dict[str, Stored], name: str) -> torch.Te
 
 
 def check_folder(output: str | Path) -> None:
-    """Raises a `ValueError` if `output` is a file, a folder that is not empty, or has no parent folder."""
-    check_path("output", output)
-    output = Path(output)
-    if not is_free(output):
+    """Raises a `ValueError` if `output` is a file, or a folder that is not empty."""
+    if not is_free(Path(output)):
         raise ValueError(f"`output` ({output}) exists and is not an empty folder.")
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"`output` ({output}): its parent folder does not exist.")
 
 
 class FolderWriter:

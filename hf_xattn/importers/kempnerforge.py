@@ -61,9 +61,6 @@ def import_kempnerforge(
         ValueError: for missing tensors, tensors of a wrong shape, or a number of blocks that does not fit the decoder.
             The error comes before `text` is changed.
     """
-    for option, value in (("num_attention_heads", num_attention_heads), ("every", every)):
-        if value < 1:
-            raise ValueError(f"`{option}` must be at least 1, got {value}.")
     blocks: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in unwrapped(state_dict).items():
         match = re.fullmatch(BLOCK, name)

@@ -104,8 +104,6 @@ def import_open_flamingo(
         ValueError: for unknown tensors, missing tensors or tensors of a wrong shape, and for blocks that do not stand
             in front of every n-th layer of `text`. The error comes before `text` is changed.
     """
-    if head_dim < 1:
-        raise ValueError(f"`head_dim` must be at least 1, got {head_dim}.")
     blocks, perceiver, language = _split(state_dict)
     _check_places(sorted(blocks), text)
     block_config, _ = open_flamingo_block(blocks[min(blocks)], head_dim)

@@ -26,53 +26,40 @@ class PackedText(NamedTuple):
         return self._replace(markers=markers)
 
     def check_images(self, config: XAttnConfig, images: torch.Tensor, markers: torch.Tensor) -> None:
-        """See [`check_packed_images`]."""
-        check_packed_images(config, self.starts, images, markers)
+        """Raises a `ValueError` if a packed row has not one marker for each image: images would go to wrong samples.
+
+        Compiled code ends in a `RuntimeError`. `images`, `markers`: `(B,)`, numbers of real images and of markers.
+        """
+        differ = self.starts[:, 1:].any(dim=-1) & (images != markers)
+        if torch.compiler.is_compiling():
+            said = "Packed rows have not one image marker for each image. Run without `torch.compile` to read which."
+            torch._assert_async(~differ.any(), said)
+        elif bool(differ.any()):
+            raise ValueError(
+                f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image of packed "
+                f"rows, because a marker tells the sample of its image: {images.tolist()} images a row, got "
+                f"{markers.tolist()} markers."
+            )
 
     def images_of_samples(self, order: torch.Tensor, counted: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """See [`images_of_samples`]."""
-        return images_of_samples(order, counted, seen, self.starts)
+        """Which images belong to the sample of each text token, `(B, T, num_images)`.
 
+        Args:
+            order (`torch.LongTensor`): `(B or 1, num_images)`, number of each image in its row from 1; 0 = padding.
+            counted (`torch.BoolTensor`): `(B, T)`, the markers.
+            seen (`torch.LongTensor`): `(B, T)`, number of markers up to and including each token.
 
-def check_packed_images(config: XAttnConfig, starts: torch.Tensor, images: torch.Tensor, markers: torch.Tensor) -> None:
-    """Raises a `ValueError` if a packed row has not one marker for each image: images would go to the wrong sample.
-
-    Compiled code ends in a `RuntimeError`. `images` and `markers` are `(B,)`, numbers of real images and of markers.
-    """
-    differ = starts[:, 1:].any(dim=-1) & (images != markers)
-    if torch.compiler.is_compiling():
-        said = (
-            "Packed rows have not one image marker for each image. Run this call without `torch.compile` to read which."
-        )
-        torch._assert_async(~differ.any(), said)
-    elif bool(differ.any()):
-        raise ValueError(
-            f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image of packed rows, "
-            f"because a marker tells the sample of its image: {images.tolist()} images a row, got {markers.tolist()} "
-            "markers."
-        )
-
-
-def images_of_samples(
-    order: torch.Tensor, counted: torch.Tensor, seen: torch.Tensor, starts: torch.Tensor
-) -> torch.Tensor:
-    """Which images belong to the sample of each text token, `(B, T, num_images)`.
-
-    Args:
-        order (`torch.LongTensor`): `(B or 1, num_images)`, number of each image in its row from 1; 0 = padding.
-        counted (`torch.BoolTensor`): `(B, T)`, the markers.
-        seen (`torch.LongTensor`): `(B, T)`, number of markers up to and including each token.
-        starts (`torch.BoolTensor`): `(B, T)`, True at the first token of each sample. In a row of one sample all images
-            belong to it, also without markers.
-    """
-    before = _before_sample(counted, seen, starts)
-    ends = torch.cat([starts[:, 1:], torch.ones_like(starts[:, :1])], dim=-1)
-    # Markers up to the end of the sample: the first end that comes, read from the right.
-    later = torch.where(ends, seen, torch.iinfo(seen.dtype).max).flip(-1).cummin(dim=-1).values.flip(-1)
-    order = order[:, None]
-    belongs = (order > before[..., None]) & (order <= later[..., None])
-    alone = ~starts[:, 1:].any(dim=-1)
-    return belongs | alone[:, None, None]
+        In a row of one sample all images belong to it, also without markers.
+        """
+        starts = self.starts
+        before = _before_sample(counted, seen, starts)
+        ends = torch.cat([starts[:, 1:], torch.ones_like(starts[:, :1])], dim=-1)
+        # Markers up to the end of the sample: the first end that comes, read from the right.
+        later = torch.where(ends, seen, torch.iinfo(seen.dtype).max).flip(-1).cummin(dim=-1).values.flip(-1)
+        order = order[:, None]
+        belongs = (order > before[..., None]) & (order <= later[..., None])
+        alone = ~starts[:, 1:].any(dim=-1)
+        return belongs | alone[:, None, None]
 
 
 def places_in_samples(order: torch.Tensor, markers: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:

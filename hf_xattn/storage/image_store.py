@@ -15,12 +15,11 @@ keys and values in every block. A call may combine stored and new images in any 
 from __future__ import annotations
 
 import hashlib
-import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 
@@ -29,7 +28,6 @@ from ..cache.image_layout import ImageLayout
 from ..cache.states import States, as_stored, check_cache_dtype, map_states
 from ..images.image_inputs import ImageInputs
 from ..images.vision import token_mask_of
-from ..utils.tensor_checks import type_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +72,11 @@ class ImageStore:
         misses (`int`): images that had to be encoded.
 
     Raises:
-        TypeError: if `max_bytes` is not an integer, or `dtype` not a text.
-        ValueError: if `max_bytes` is below 1, or `dtype` another text.
+        TypeError, ValueError: for another `dtype`.
     """
 
     def __init__(self, max_bytes: int, dtype: str | None = None):
-        self.max_bytes = _checked_budget(max_bytes)
+        self.max_bytes = max_bytes
         self.dtype = check_cache_dtype("dtype", dtype)
         self.hits = self.misses = self.nbytes = 0
         self._images: OrderedDict[bytes, StoredImage] = OrderedDict()
@@ -92,7 +89,7 @@ class ImageStore:
 
     def resize(self, max_bytes: int, dtype: str | None = None) -> None:
         """Changes budget and dtype. Drops images until the rest fits, and all of them if the dtype is another."""
-        max_bytes, dtype = _checked_budget(max_bytes), check_cache_dtype("dtype", dtype)
+        dtype = check_cache_dtype("dtype", dtype)
         with self._lock:
             if dtype != self.dtype:
                 self._drop_all()
@@ -316,17 +313,6 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _checked_budget(max_bytes: Any) -> int:
-    if isinstance(max_bytes, (bool, torch.Tensor)) or not isinstance(max_bytes, SupportsIndex):
-        raise TypeError(f"Expected `max_bytes` to be an integer, got {max_bytes!r} ({type_name(max_bytes)}).")
-    if operator.index(max_bytes) < 1:
-        raise ValueError(
-            f"Expected `max_bytes` to be 1 or more, got {max_bytes}. Call `disable_image_store()` to turn the store "
-            "off."
-        )
-    return operator.index(max_bytes)
 
 
 __all__ = ["ImageStore"]

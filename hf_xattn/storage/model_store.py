@@ -43,8 +43,7 @@ class XAttnStoreMixin:
                 model computes in. A store that exists drops all images if its dtype changes.
 
         Raises:
-            TypeError: for a `max_bytes` that is no integer, or a `dtype` that is no text.
-            ValueError: for a `max_bytes` below 1, or another `dtype`.
+            TypeError, ValueError: for another `dtype`.
         """
         if self._image_store is None:
             self._image_store = ImageStore(max_bytes, dtype)

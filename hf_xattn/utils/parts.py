@@ -1,35 +1,14 @@
 """Parts of a model that a name in its configuration chooses: connectors, gates and codes of positions, ours and yours.
 
 A folder holds the name and the weights of a part. Its class is code, and is registered in each process before a model
-is built:
-
-    class MyConnector(torch.nn.Module):
-        def __init__(self, config):                    # an `XAttnConfig`; `config.connector_options` are yours
-            ...
-        def forward(self, features):                   # (..., tokens, width of the vision features)
-            return ...                                 # (..., tokens, context_size); tokens may be more or fewer
-
-    class MyGate(torch.nn.Module):
-        def __init__(self, config):                    # a `CrossAttentionConfig`; `config.gate_options` are yours
-            ...
-        def forward(self, update, hidden_states):      # what a branch wants to add to the text, and the text
-            return ...                                 # what it adds; all three (batch, text_len, hidden_size)
-
-    class MyPosition(torch.nn.Module):
-        def __init__(self, config):                    # a `CrossAttentionConfig`; `config.position_options` are yours
-            ...
-        def forward(self, states, places, of):         # of "keys" or "queries": (rows, tokens, heads, head_dim), and
-            return ...                                 # (rows or 1, tokens): the place of each token in its image or
-                                                       # in its text, from 0; returns the shape of `states`
-
-The first values of the weights are those that `__init__` gives.
+is built, by [`register_connector`], [`register_gate`] or [`register_position`]. The first values of its weights are
+those that its `__init__` gives.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +19,6 @@ from torch import nn
 from transformers import initialization as init
 
 from .stub import PACKAGE
-from .tensor_checks import type_name
 
 
 # Inside: names of a configuration that comes with code, which registers them before the model is built.
@@ -71,8 +49,6 @@ class Parts:
 
     def register(self, name: str, maker: Callable[[Any], Any], exist_ok: bool = False) -> None:
         """Gives a part its name. `maker`, called with a configuration, makes one."""
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"Expected `name` to be the name of a {self.kind}, got {name!r}.")
         known = self._makers.get(name)
         if known is not None and not exist_ok and (_is_ours(known) or not _is_same(known, maker)):
             raise ValueError(
@@ -87,13 +63,8 @@ class Parts:
             raise ValueError(self._unknown(name))
         if options is None:
             return
-        field = f"{self.kind}_options"
         if not self.is_own(name):
-            raise ValueError(f"`{field}` are for a {self.kind} of your own, got {options!r} with {name!r}.")
-        try:
-            json.dumps(options)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"`{field}` must hold what JSON can save, got {options!r}: {error}.") from error
+            raise ValueError(f"`{self.kind}_options` are for a {self.kind} of your own, got {options!r} with {name!r}.")
 
     def is_own(self, name: str) -> bool:
         """Whether a part is not of this package."""
@@ -182,10 +153,9 @@ def register_connector(name: str, connector: type[nn.Module], exist_ok: bool = F
         exist_ok (`bool`, defaults to `False`): replace another one of this name.
 
     Raises:
-        TypeError: for a name that is no text, and for anything but a class of modules.
         ValueError: for a name that is taken.
     """
-    CONNECTORS.register(name, _checked("connector", connector), exist_ok)
+    CONNECTORS.register(name, connector, exist_ok)
 
 
 def register_gate(name: str, gate: type[nn.Module], exist_ok: bool = False) -> None:
@@ -204,10 +174,9 @@ def register_gate(name: str, gate: type[nn.Module], exist_ok: bool = False) -> N
         exist_ok (`bool`, defaults to `False`): replace another one of this name.
 
     Raises:
-        TypeError: for a name that is no text, and for anything but a class of modules.
         ValueError: for a name that is taken.
     """
-    GATES.register(name, _checked("gate", gate), exist_ok)
+    GATES.register(name, gate, exist_ok)
 
 
 def register_position(name: str, position: type[nn.Module], exist_ok: bool = False) -> None:
@@ -227,17 +196,9 @@ def register_position(name: str, position: type[nn.Module], exist_ok: bool = Fal
         exist_ok (`bool`, defaults to `False`): replace another one of this name.
 
     Raises:
-        TypeError: for a name that is no text, and for anything but a class of modules.
         ValueError: for a name that is taken.
     """
-    POSITIONS.register(name, _checked("position", position), exist_ok)
-
-
-def _checked(argument: str, part: Any) -> type[nn.Module]:
-    if not (isinstance(part, type) and issubclass(part, nn.Module)):
-        got = f"the class {part.__name__}" if isinstance(part, type) else f"an object of type {type_name(part)}"
-        raise TypeError(f"Expected `{argument}` to be a class of torch.nn.Module, got {got}.")
-    return part
+    POSITIONS.register(name, position, exist_ok)
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:

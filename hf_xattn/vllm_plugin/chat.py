@@ -17,8 +17,7 @@ from vllm.utils.async_utils import make_async
 
 from ..processing.chat_templates import template_variables
 from ..processing_xattn import XAttnProcessor
-from .mllama import is_mllama, written_prompt
-from .processors import processor_of
+from .mllama import is_mllama, processor_of, written_prompt
 from .served import check_markers
 
 

@@ -41,8 +41,6 @@ class ImageFeatures:
     """
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES):
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
-            raise ValueError(f"Expected `{OPTION}` to be a number of bytes, got {max_bytes!r}.")
         self.max_bytes, self.nbytes = max_bytes, 0
         self.kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 

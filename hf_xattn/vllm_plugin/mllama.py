@@ -49,12 +49,15 @@ def as_saved(weights: Iterable[tuple[str, torch.Tensor]], config: XAttnConfig) -
             yield target.name, weight[target.rows]
 
 
-def load_processor(name: str, **options: Any) -> XAttnProcessor:
-    """The parts of a `MllamaProcessor`."""
-    given: Any = MllamaProcessor.from_pretrained(name, **options)
-    return XAttnProcessor(
-        given.image_processor, given.tokenizer, chat_template=given.chat_template, image_token=given.image_token
-    )
+def processor_of(model_config: Any) -> XAttnProcessor:
+    """Loads the processor of the folder that the engine serves, as `generate` would use it. `model_config`: its."""
+    options = {"revision": model_config.tokenizer_revision, "trust_remote_code": model_config.trust_remote_code}
+    if is_mllama(model_config.hf_config):
+        given: Any = MllamaProcessor.from_pretrained(model_config.tokenizer, **options)
+        return XAttnProcessor(
+            given.image_processor, given.tokenizer, chat_template=given.chat_template, image_token=given.image_token
+        )
+    return XAttnProcessor.from_pretrained(model_config.tokenizer, **options)
 
 
 def written_prompt(text: str, processor: Any) -> str:

@@ -25,7 +25,7 @@ from ..images.image_encoder import ImageEncoder
 from ..images.vision import blank_image, build_tower
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
 from .image_features import keys_of
-from .processors import processor_of
+from .mllama import processor_of
 from .served import check_markers, last_seen
 
 

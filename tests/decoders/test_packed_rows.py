@@ -17,7 +17,7 @@ from helpers.references.gradient_checks import assert_same_outputs, outputs_and_
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.images.image_inputs import ImageInputs
 from hf_xattn.packing.packed_rows import find_samples
-from hf_xattn.packing.packed_samples import images_of_samples
+from hf_xattn.packing.packed_samples import PackedText
 from hf_xattn.utils.architectures import ARCHITECTURES
 from hf_xattn.utils.transformers_api import CACHE, is_before
 
@@ -475,7 +475,7 @@ def test_images_of_samples():
     """By hand: a sample without markers, one that starts with a marker, and a row of one sample without any."""
     starts = torch.tensor([[1, 0, 0, 1, 0, 1], [1, 0, 0, 0, 0, 0]]).bool()
     counted = torch.tensor([[0, 1, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0]]).bool()
-    belongs = images_of_samples(torch.tensor([[1, 2, 3]]), counted, counted.cumsum(-1), starts)
+    belongs = PackedText(starts).images_of_samples(torch.tensor([[1, 2, 3]]), counted, counted.cumsum(-1))
     first, nothing, last = [True, True, False], [False] * 3, [False, False, True]
     assert belongs[0].tolist() == [first] * 3 + [nothing] * 2 + [last]
     assert belongs[1].all()

@@ -105,10 +105,6 @@ def test_enable_twice_disable_and_clear():
     assert model.image_store is store and (store.max_bytes, store.num_images) == (2 * IMAGE_BYTES, 2)
     model.enable_image_store(3 * IMAGE_BYTES)
     assert (store.num_images, store.misses) == (2, 3)
-    for wrong, error in (("1GB", TypeError), (1e9, TypeError), (True, TypeError), (0, ValueError), (-1, ValueError)):
-        with pytest.raises(error, match=r"`max_bytes`.*got"):
-            model.enable_image_store(wrong)
-    assert store.max_bytes == 3 * IMAGE_BYTES
     assert "num_images=2" in repr(store) and f"nbytes={2 * IMAGE_BYTES}" in repr(store)
     store.clear()
     assert (store.num_images, store.nbytes, store.hits, store.misses) == (0, 0, 0, 0)

@@ -160,9 +160,8 @@ def test_wrong_open_flamingo_checkpoints():
     for state, message in cases:
         with pytest.raises(ValueError, match=message):
             import_open_flamingo(state, text, make_clip(), image_token_id=MARKER, head_dim=HEAD_DIM)
-    for head_dim, message in ((7, "do not fit the 16 query"), (0, "`head_dim` must be at least 1, got 0")):
-        with pytest.raises(ValueError, match=message):
-            import_open_flamingo(good, text, make_clip(), image_token_id=MARKER, head_dim=head_dim)
+    with pytest.raises(ValueError, match="do not fit the 16 query"):
+        import_open_flamingo(good, text, make_clip(), image_token_id=MARKER, head_dim=7)
     assert_untouched(text, before)
 
 
@@ -255,8 +254,6 @@ def test_wrong_kempnerforge_checkpoints():
         ({}, {}, "holds no cross_attention_layers"),
         (good, {"every": 2}, r"blocks \[0\], but 4 layers with `every=2` have 2"),
         (good, {"num_attention_heads": 3}, "do not fit the 16 query"),
-        (good, {"num_attention_heads": 0}, "`num_attention_heads` must be at least 1, got 0"),
-        (good, {"every": 0}, "`every` must be at least 1, got 0"),
         ({key: value for key, value in good.items() if "v_proj" not in key}, {}, "no tensor for .*v_proj"),
         (good | {"cross_attention_layers.0.attn.bias": torch.zeros(1)}, {}, "the model has no .*attn.bias"),
     ):

@@ -14,7 +14,6 @@ from helpers.models.tiny_models import make_model, make_text, pixels, randomize,
 from hf_xattn import (
     CrossAttentionConfig,
     GatedCrossAttentionBlock,
-    XAttnConfig,
     register_connector,
     register_gate,
     retrofit,
@@ -186,12 +185,6 @@ def test_names_that_are_not_registered(tmp_path, forgotten):
 
 
 def test_what_cannot_be_registered():
-    with pytest.raises(TypeError, match="`name` to be the name of a gate, got 3"):
-        register_gate(3, SigmoidGate)
-    with pytest.raises(TypeError, match="`connector` to be a class of torch.nn.Module, got an object of type .*Linear"):
-        register_connector("new", nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="got the class int"):
-        register_gate("new", int)
     for name in ("tanh", "offset_sigmoid"):
         with pytest.raises(ValueError, match=f"new `name` for a gate, got '{name}'"):
             register_gate(name, ScaleGate)
@@ -208,8 +201,6 @@ def test_options():
         CrossAttentionConfig(gate_options={"offset": 1})
     with pytest.raises(StrictDataclassError, match="'gate_options' with value 3"):
         CrossAttentionConfig(gate="offset_sigmoid", gate_options=3)
-    with pytest.raises(ValueError, match="`connector_options` must hold what JSON can save"):
-        XAttnConfig(text_config=make_text().config, connector_type="pooling", connector_options={"pool": {4}})
 
 
 def test_both_factors_at_zero():

@@ -63,5 +63,5 @@ def test_the_one_pickled_file_runs_nothing(tmp_path):
     torch.save({"lang_encoder.weight": Runs()}, tmp_path / "blocks.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Runs(), protocol=2))
     for name in ("blocks.pt", "plain.pt"):
-        with pytest.raises(ValueError, match="holds no state dict"):
+        with pytest.raises(pickle.UnpicklingError):
             read_state_dict(tmp_path / name)

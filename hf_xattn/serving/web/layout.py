@@ -11,8 +11,7 @@ from typing import Any
 import gradio as gr
 from PIL import Image
 
-from .canvas import Drawing
-from .visitors import MAX_PICTURES, Visitor, Visitors, read_picture
+from .visitors import MAX_PICTURES, Drawing, Visitor, Visitors, read_picture
 
 
 THUMBNAIL = 240  # pixels

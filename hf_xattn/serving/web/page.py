@@ -1,4 +1,4 @@
-"""Builds the page: checks its arguments, chooses a canvas, and closes what Gradio leaves open."""
+"""Builds the page, and closes what Gradio leaves open."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.model_card import example_questions
-from ...modeling_xattn import XAttnForConditionalGeneration
-from ...utils.tensor_checks import type_name
 from ..request_limits import InFlight, Policy, RequestLimits
-from .visitors import MAX_BYTES, Visitors
+from .visitors import MAX_BYTES, Visitors, drawing_for
 
 
 if TYPE_CHECKING:
     import gradio
+
+    from ...modeling_xattn import XAttnForConditionalGeneration
 
 MAX_REQUEST = MAX_BYTES + 2**16  # bytes: a picture, and what is around it
 MAX_REQUESTS = 64  # whose bodies are in memory at the same time
@@ -57,12 +57,9 @@ def build_page(
 
     Raises:
         ImportError: without Gradio.
-        TypeError, ValueError: for arguments that do not fit, and for a model whose chat template cannot render a
-            question.
+        ValueError: for a model whose chat template cannot render a question.
     """
-    _check(model, processor, questions, canvas, generate_kwargs, title=title, system=system, ink=ink, paper=paper)
     gradio = load_gradio()
-    from .canvas import drawing_for
     from .layout import Layout
 
     visitors = Visitors(model, processor, system, **{"max_new_tokens": 256, **(generate_kwargs or {})})
@@ -107,25 +104,3 @@ def _closed() -> dict[str, Any]:
         "mcp_server": False,
         "ssr_mode": False,
     }
-
-
-def _check(model: Any, processor: Any, questions: Any, canvas: Any, generate_kwargs: Any, **texts: Any) -> None:
-    if not isinstance(model, XAttnForConditionalGeneration):
-        raise TypeError(f"Expected `model` to be an XAttnForConditionalGeneration, got {type_name(model)}.")
-    if not hasattr(processor, "apply_chat_template"):
-        raise TypeError(f"Expected `processor` to be a processor or a tokenizer, got {type_name(processor)}.")
-    for name, given in texts.items():
-        if not isinstance(given, str) and (given is not None or name == "title"):
-            raise TypeError(f"Expected `{name}` to be a str, got {type_name(given)}.")
-    if questions is not None and (
-        not isinstance(questions, (list, tuple)) or not all(isinstance(question, str) for question in questions)
-    ):
-        raise TypeError(f"Expected `questions` to be a list of str, got {questions!r}.")
-    if canvas is not None and (
-        not isinstance(canvas, (list, tuple))
-        or len(canvas) != 2
-        or not all(isinstance(side, int) and not isinstance(side, bool) and 1 <= side <= 4096 for side in canvas)
-    ):
-        raise ValueError(f"Expected `canvas` to be (width, height), two integers from 1 to 4096, got {canvas!r}.")
-    if generate_kwargs is not None and not isinstance(generate_kwargs, dict):
-        raise TypeError(f"Expected `generate_kwargs` to be a dict, got {type_name(generate_kwargs)}.")

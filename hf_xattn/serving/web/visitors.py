@@ -1,4 +1,4 @@
-"""The conversations of the visitors of a page, and where the model looked: attention weights, not explanations."""
+"""What visitors of a page draw and ask, and where the model looked: attention weights, not explanations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from PIL import Image
 
 from ...maps.attention_maps import AttentionMaps
 from ...maps.heat import looks
@@ -16,8 +18,6 @@ from ..chat_session import Answer, ChatSession
 
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from ...modeling_xattn import XAttnForConditionalGeneration
 
 MAX_VISITORS = 256  # conversations that are kept
@@ -28,8 +28,36 @@ MAX_PIXELS = 64 * 2**20  # a small file may unpack to gigabytes
 MAX_KEPT = 2**30  # bytes of all pictures that are kept, for all visitors
 MAX_SIDE = 2048  # larger pictures are scaled down: no model reads more, and they are kept while the conversation lasts
 
+# The image processor scales a drawing down. So the canvas has the picture's ratio of width to height, a whole number of
+# pixels for each of the picture, and a pen about 1.5 of these wide: thinner lines fade, thicker ones close the loops of
+# small digits.
+CANVAS_SIDE = 720  # pixels of the longer side, at least half of it
+SMALL = 64  # pictures of fewer pixels on the shorter side are drawn white on black, like the usual data sets of digits
 
-def read_picture(given: str | Image) -> Image:
+
+class Drawing(NamedTuple):
+    """How visitors draw."""
+
+    blank: Image.Image
+    ink: str  # colour of lines, as in CSS
+    pen: float  # width of lines in pixels
+    reads: tuple[int, int]  # width and height of the picture that the model reads
+
+
+def drawing_for(
+    image_processor: Any, canvas: tuple[int, int] | None = None, ink: str | None = None, paper: str | None = None
+) -> Drawing:
+    """Chooses a canvas. Arguments as in [`build_page`]. The image processor tells what the model reads of a square."""
+    made = image_processor(Image.new("RGB", (CANVAS_SIDE, CANVAS_SIDE)), return_tensors="pt")
+    height, width = made["pixel_values"].shape[-2:]
+    scale = max(1, round((canvas[0] / width) if canvas is not None else (CANVAS_SIDE / max(height, width))))
+    size = (canvas[0], canvas[1]) if canvas is not None else (width * scale, height * scale)
+    default_ink, default_paper = ("white", "black") if min(height, width) < SMALL else ("black", "white")
+    blank = Image.new("RGB", size, paper or default_paper)
+    return Drawing(blank, ink or default_ink, max(1.5 * scale, 0.02 * min(size)), (width, height))
+
+
+def read_picture(given: str | Image.Image) -> Image.Image:
     """Reads the file or the drawing of a visitor. Raises a `ValueError` for anything else, or for a too large one."""
     name = Path(given).name if isinstance(given, str) else "The drawing"
     try:
@@ -67,7 +95,7 @@ class Visitor:
         contents = [message["content"] for message in self.session.messages if isinstance(message["content"], list)]
         return _bytes_of([part["image"] for content in contents for part in content if part["type"] == "image"])
 
-    def ask(self, text: str, images: list[Image]) -> Iterator[str]:
+    def ask(self, text: str, images: list[Image.Image]) -> Iterator[str]:
         """Yields an answer piece by piece. If the iterator is closed, the answer ends after the current token."""
         self._stop = threading.Event()
         yield from self.session.stream(text, images, self._stop)
@@ -76,7 +104,7 @@ class Visitor:
         """Ends the answer after the current token."""
         self._stop.set()
 
-    def look(self, layer: int | str = "mean") -> list[tuple[Image, float]]:
+    def look(self, layer: int | str = "mean") -> list[tuple[Image.Image, float]]:
         """Where the model looked when it generated the chosen word, as [`looks`]."""
         answer, word = self.session.answers[self.chosen[0]], self.chosen[1]
         words = answer.words(self.session.tokenizer)
@@ -92,7 +120,7 @@ class Visitor:
         self._maps = None
 
 
-def _bytes_of(pictures: list[Image]) -> int:
+def _bytes_of(pictures: list[Image.Image]) -> int:
     return sum(3 * picture.width * picture.height for picture in pictures)
 
 
@@ -120,7 +148,7 @@ class Visitors:
         if visitor is not None:
             visitor.stop()
 
-    def enter(self, name: str, begun: bool, text: str, pictures: list[Image]) -> Visitor:
+    def enter(self, name: str, begun: bool, text: str, pictures: list[Image.Image]) -> Visitor:
         """Returns the visitor who asks next, and forgets others until there is room for the pictures.
 
         Only one visitor may ask at a time. A conversation begins here, unless it has `begun`.
