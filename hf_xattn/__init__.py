@@ -4,31 +4,28 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
-from .utils.versions import naming_what_transformers_lacks
+from .configuration_xattn import CrossAttentionConfig, XAttnConfig
+from .data.loading import load_rows
+from .layers.attention import GatedCrossAttention
+from .layers.block import GatedCrossAttentionBlock
+from .maps.attention_maps import AttentionMaps, attention_maps
+from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from .processing_xattn import XAttnProcessor
+from .registration import register_classes, register_names
+from .retrofit import remove_blocks, retrofit
+from .training.alignment import align_connector
+from .training.collator import XAttnDataCollator
+from .training.complete_checkpoints import last_complete_checkpoint
+from .training.freezing import added_modules, freeze, freeze_base, lora_targets, training_table
+from .training.parameter_groups import parameter_groups, sharding_units, train_in_float32
+from .training.vision_features import VisionFeatures
+from .utils.parts import register_connector, register_gate, register_position
+from .utils.transformers_api import warn_of_version
 from .version import __version__
 
 
-with naming_what_transformers_lacks():
-    from .configuration_xattn import CrossAttentionConfig, XAttnConfig
-    from .data.loading import load_rows
-    from .layers.attention import GatedCrossAttention
-    from .layers.block import GatedCrossAttentionBlock
-    from .maps.attention_maps import AttentionMaps, attention_maps
-    from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
-    from .processing_xattn import XAttnProcessor
-    from .registration import register_classes, register_names
-    from .retrofit import remove_blocks, retrofit
-    from .training.alignment import align_connector
-    from .training.collator import XAttnDataCollator
-    from .training.complete_checkpoints import last_complete_checkpoint
-    from .training.freezing import added_modules, freeze, freeze_base, lora_targets, training_table
-    from .training.parameter_groups import parameter_groups, sharding_units, train_in_float32
-    from .training.vision_features import VisionFeatures
-    from .utils.parts import register_connector, register_gate, register_position
-    from .utils.transformers_api import warn_of_version
-
-    register_classes()
-    register_names(transformers)
+register_classes()
+register_names(transformers)
 warn_of_version()
 
 if TYPE_CHECKING:

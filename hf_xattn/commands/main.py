@@ -9,7 +9,7 @@ from pickle import UnpicklingError
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 
-from ..utils.versions import installed, naming_what_transformers_lacks
+from ..utils.versions import installed
 from .answer import register_chat, register_generate
 from .demo import register_demo
 from .encode import register_encode, register_encode_features
@@ -54,8 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        with naming_what_transformers_lacks():
-            status = arguments.run(arguments)
+        status = arguments.run(arguments)
     except ERRORS as error:
         print(f"hf-xattn {arguments.command}: error: {error}", file=sys.stderr)
         return 2

@@ -94,7 +94,6 @@ def main():
             folder = fresh(text, Path(work) / "copy")
             of_size(path, value=value)(folder)
             refused(what, lambda folder=folder: retrofit(folder))
-        refused("10^12 tokens of a retrofit", lambda: retrofit(text, additional_vocab_size=10**12))
         pictures = Path(work) / "picture.png"
         for what, content in {
             "100000 x 100000": png(100_000, 100_000),

@@ -214,7 +214,7 @@ SIZES = {
     ),
     (): ("additional_vocab_size",),
 }
-WRONG_SIZES = (10**9, 10**12, 10**30, -1, "32", 1.5, [10**12], {"a": {"b": 10**12}})
+WRONG_SIZES = (10**9, 10**12, 10**30, "32", 1.5, [10**12], {"a": {"b": 10**12}})
 CHOICES = {
     (): ("connector_type", "connector_hidden_act", "image_visibility", "vision_feature_select_strategy"),
     ("text_config",): ("hidden_act", "model_type"),
@@ -228,13 +228,11 @@ PATH_LIKE = {
     "experts_implementation": ("somebody/kernel",),
     "transformers_weights": ("../other.safetensors", "/etc/passwd", "model.bin", 3),
     "dtype": ("load", "os.system", 3, "float33"),
-    "torch_dtype": ("compile",),
     "auto_map": (["evil.Config"], "evil.Config", 3),
     "to_dict": (1,),
     "from_pretrained": ("x",),
     "__class__": ("x",),
     "_check_fields": (1,),
-    "rms_norm_eps": (float("nan"), float("inf")),
     "num_labels": (10**9,),
     "cross_attention_layers": ([10**9], [-1], [0] * 100_000, "1,3", [1.0], {}, [[1]]),
     "text_config": (None, [], "llama", 3, {}),
