@@ -25,7 +25,6 @@ from .conversion import (
     copy_side_files,
     fits,
     folder_of,
-    made_recipe,
     read_headers,
     shapes_of,
     side_files,
@@ -110,7 +109,7 @@ def recipe_of(config: PreTrainedConfig) -> Recipe:
             f"`source` must be a model of type {sorted(RECIPES)}, got a {config.model_type!r} model, which cannot be "
             "imported. A text-only model needs `retrofit`; an 'xattn' model is one of this package already."
         )
-    return made_recipe(RECIPES[config.model_type], config)
+    return RECIPES[config.model_type](config)
 
 
 def _skeleton(config: XAttnConfig) -> XAttnForConditionalGeneration:

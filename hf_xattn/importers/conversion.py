@@ -67,19 +67,6 @@ class Recipe(NamedTuple):
     targets: Callable[[str], list[Target] | None]
 
 
-def made_recipe(make: Callable[[Any], Recipe], config: PreTrainedConfig) -> Recipe:
-    """The recipe for a configuration. Raises a `ValueError` for one that no model of its family has."""
-    try:
-        return make(config)
-    except ValueError:
-        raise
-    except Exception as error:  # sizes of zero, missing parts, lists that are none
-        raise ValueError(
-            f"`source` has a configuration of a {config.model_type!r} model that cannot be one: "
-            f"{type(error).__name__}: {error}."
-        ) from error
-
-
 def block_config(text: Any, **options: Any) -> CrossAttentionConfig:
     """The configuration of trained blocks that have the sizes of the decoder's own layers, and further fields."""
     return CrossAttentionConfig(
@@ -152,15 +139,9 @@ def folder_of(source: str | Path) -> Path:
 
 
 def config_of(folder: Path, headers: dict[str, Stored]) -> PreTrainedConfig:
-    """The configuration in a folder, after its sizes were checked. Raises a `ValueError` if it cannot be one."""
-    try:
-        fields = check_config_file(folder, {})
-        check_layer_count(fields, len(headers), f"{folder / 'config.json'}")
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ImportError):
-        raise
-    except Exception as error:
-        raise ValueError(f"`source` ({folder}): {error if str(error) else type(error).__name__}") from error
+    """The configuration in a folder, after its names and its number of layers were checked."""
+    check_layer_count(check_config_file(folder, {}), len(headers), f"{folder / 'config.json'}")
+    return AutoConfig.from_pretrained(folder)
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:

@@ -64,7 +64,6 @@ from .conversion import (
     copy_side_files,
     fits,
     folder_of,
-    made_recipe,
     read_headers,
     read_tensor,
     renamed,
@@ -229,7 +228,7 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
         raise ValueError(f"`source` must be a model with cross-attention blocks, got a {changed.model_type!r} model.")
     config: Any = _mllama_config(changed)
     config.dtype = dtype
-    made = made_recipe(recipe, config)
+    made = recipe(config)
     with torch.device("meta"):
         expected = shapes_of(MllamaForConditionalGeneration._from_config(config))
     for name, shape in expected.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,17 +34,6 @@ FORMATS = ("hf_xattn image cache 3", FORMAT)  # the first one held floats alone,
 FLOATS = ("F64", "F32", "F16", "BF16")
 KEYS_VALUES = ("keys", "key_scales", "values", "value_scales")  # of a layer; the scales in int8 alone
 KINDS_OF_DIGESTS = ("pixel_values", "vision_features", "cross_attention_states")
-
-
-class _Model(Protocol):
-    """What this file needs of a model."""
-
-    config: Any
-
-    @property
-    def blocks(self) -> list[Any]: ...
-
-    def image_identity(self) -> str: ...
 
 
 def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
@@ -108,7 +97,7 @@ def _check_model(model: Any) -> None:
         )
 
 
-def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None:
+def save_image_cache(cache: XAttnCache, path: str | Path, model: Any) -> None:
     """Writes encoded images to a safetensors file, whole or not at all.
 
     Args:
@@ -152,7 +141,7 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
         save_file(contiguous, str(file), {"format": FORMAT, "identity": identity, "images": json.dumps(facts)})
 
 
-def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
+def load_image_cache(path: str | Path, model: Any) -> ImageCache:
     """Loads encoded images from a file, to the devices of the blocks. Images that were saved in int8 stay in int8.
 
     This reads all weights between pixels and keys and values, to compare them with those that encoded the images. See
@@ -193,7 +182,7 @@ def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
 
 
 def _cross_of_file(
-    file: Any, headers: dict[str, Stored], facts: dict[str, Any], model: _Model, identity: str
+    file: Any, headers: dict[str, Stored], facts: dict[str, Any], model: Any, identity: str
 ) -> CrossCache:
     """Checks and converts the content of a file. A tensor is read after its shape and its dtype have been checked."""
     block, sizes, unread = model.config.cross_attention_config, _sizes(facts["sizes"]), dict(headers)

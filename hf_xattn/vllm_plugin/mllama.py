@@ -14,7 +14,6 @@ from transformers import AutoConfig, MllamaConfig, MllamaProcessor
 from transformers.models.mllama.processing_mllama import build_string_from_input
 
 from ..configuration_xattn import XAttnConfig
-from ..importers.conversion import made_recipe
 from ..importers.mllama import recipe
 from ..processing_xattn import XAttnProcessor
 
@@ -29,7 +28,7 @@ def is_mllama(config: XAttnConfig) -> bool:
 
 def as_xattn(config: MllamaConfig) -> XAttnConfig:
     """The configuration of the model that the importer would make. Raises a `ValueError` for one that cannot be."""
-    target = made_recipe(recipe, config).config
+    target = recipe(config).config
     target.architectures = [ARCHITECTURE]
     return target
 
@@ -40,7 +39,7 @@ def as_saved(weights: Iterable[tuple[str, torch.Tensor]], config: XAttnConfig) -
     Raises:
         ValueError: for a name that Mllama does not have.
     """
-    made = made_recipe(recipe, AutoConfig.for_model(**(config.source_config or {})))
+    made = recipe(AutoConfig.for_model(**(config.source_config or {})))
     for name, weight in weights:
         targets = made.targets(name)
         if targets is None:

@@ -6,14 +6,13 @@ in a table here, and a field that stands in none must have its default.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
 from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
 from ..utils.config_checks import own_fields
-from ..utils.parts import CONNECTORS, GATES, POSITIONS
+from ..utils.parts import named_parts
 
 
 class Decoder(NamedTuple):
@@ -44,79 +43,39 @@ DECODERS = {
 SCALED = ("gemma2", "gemma3_text")  # those that multiply what their embedding returns
 
 
-def _served(config: Any) -> str | None:
-    return None
-
-
-def _position_bias(config: Any) -> str | None:
-    if config.position_bias:
-        return "`position_bias=True`: vLLM's attention kernels take no bias"
-    return None
-
-
-def _vision_config(config: Any) -> str | None:
-    if config.vision_config is None:
-        return "`vision_config=None`: a request brings pictures, and this model takes `cross_attention_states`"
-    return None
-
-
-def _text_config(config: Any) -> str | None:
-    model_type = config.text_config.model_type
-    if model_type not in DECODERS:
-        return f"the decoder {model_type!r}: it was not compared with vLLM. Served are {', '.join(sorted(DECODERS))}"
-    if model_type in SCALED and config.additional_vocab_size and not config.additional_vocab_scaled:
-        # vLLM scales all rows of one table.
-        return f"`additional_vocab_scaled=False` with the decoder {model_type!r}, whose embedding is scaled"
-    return None
-
-
-def _gate(config: Any) -> str | None:
-    return f"`gate={config.gate!r}`, a gate of your own" if GATES.is_own(config.gate) else None
-
-
-def _context_norm(config: Any) -> str | None:
-    return "`context_norm=True`: it was not compared with vLLM" if config.context_norm else None
-
-
-def _position(config: Any) -> str | None:
-    name = config.position
-    return f"`position={name!r}`, a code of positions of your own" if POSITIONS.is_own(name) else None
-
-
-def _connector(config: Any) -> str | None:
-    name = config.connector_type
-    return f"`connector_type={name!r}`, a connector of your own" if CONNECTORS.is_own(name) else None
-
-
-# Why a field's value is not served, or None. Fields of the training say nothing about the answers.
-BLOCK_FIELDS: dict[str, Callable[[Any], str | None]] = dict.fromkeys(
-    """
-    hidden_size num_attention_heads context_size num_key_value_heads head_dim intermediate_size qk_norm_eps hidden_act
-    mlp_type norm_type norm_eps attention_bias mlp_bias attention_dropout gate_options gate_granularity gate_init
-    zero_init qk_norm quiet_softmax initializer_range position_bias_num_buckets position_bias_max_distance
-    position_options
-    """.split(),
-    _served,
-) | {"position_bias": _position_bias, "gate": _gate, "position": _position, "context_norm": _context_norm}
-PERCEIVER_FIELDS: dict[str, Callable[[Any], str | None]] = dict.fromkeys(
-    """
-    hidden_size intermediate_size num_latents num_image_positions num_hidden_layers num_attention_heads head_dim
-    hidden_act qk_norm norm_eps
-    """.split(),
-    _served,
-)
-MODEL_FIELDS: dict[str, Callable[[Any], str | None]] = dict.fromkeys(
-    """
-    cross_attention_config cross_attention_layers perceiver_config image_token_id image_visibility
-    additional_vocab_size additional_vocab_in_head additional_vocab_scaled connector_options connector_hidden_act
-    connector_bias vision_feature_select_strategy vision_feature_layer vision_hidden_size source_config
-    """.split(),
-    _served,
-) | {"text_config": _text_config, "vision_config": _vision_config, "connector_type": _connector}
+# The fields of a model, a perceiver and a block whose every value is served, but for what [`why_not_served`] names.
 FIELDS = (
-    (CrossAttentionConfig, BLOCK_FIELDS),
-    (PerceiverConfig, PERCEIVER_FIELDS),
-    (XAttnConfig, MODEL_FIELDS),
+    (
+        CrossAttentionConfig,
+        frozenset(
+            """
+            hidden_size num_attention_heads context_size num_key_value_heads head_dim intermediate_size qk_norm_eps
+            hidden_act mlp_type norm_type norm_eps attention_bias mlp_bias attention_dropout gate gate_options
+            gate_granularity gate_init zero_init qk_norm context_norm quiet_softmax initializer_range position_bias
+            position_bias_num_buckets position_bias_max_distance position position_options
+            """.split()
+        ),
+    ),
+    (
+        PerceiverConfig,
+        frozenset(
+            """
+            hidden_size intermediate_size num_latents num_image_positions num_hidden_layers num_attention_heads head_dim
+            hidden_act qk_norm norm_eps
+            """.split()
+        ),
+    ),
+    (
+        XAttnConfig,
+        frozenset(
+            """
+            text_config vision_config cross_attention_config cross_attention_layers perceiver_config image_token_id
+            image_visibility additional_vocab_size additional_vocab_in_head additional_vocab_scaled connector_type
+            connector_options connector_hidden_act connector_bias vision_feature_select_strategy vision_feature_layer
+            vision_hidden_size source_config
+            """.split()
+        ),
+    ),
 )
 
 
@@ -124,16 +83,25 @@ def why_not_served(config: PreTrainedConfig) -> str | None:
     """Why a model with this configuration is not served on vLLM, or None."""
     if not isinstance(config, XAttnConfig):
         return f"a configuration of type {type(config).__name__}"
-    parts = [config.cross_attention_config, config.perceiver_config, config]
-    for part, (config_class, table) in zip(parts, FIELDS):
-        if part is None:
-            continue
-        for name, default in own_fields(config_class).items():
-            if name not in table:
-                if getattr(part, name) != default:
-                    return f"`{name}={getattr(part, name)!r}`, which this version does not know how to serve"
-            elif reason := table[name](part):
-                return reason
+    block, decoder = config.cross_attention_config, config.text_config.model_type
+    if block.position_bias:
+        return "`position_bias=True`: vLLM's attention kernels take no bias"
+    if block.context_norm:
+        return "`context_norm=True`: it was not compared with vLLM"
+    if config.vision_config is None:
+        return "`vision_config=None`: a request brings pictures, and this model takes `cross_attention_states`"
+    if decoder not in DECODERS:
+        return f"the decoder {decoder!r}: it was not compared with vLLM. Served are {', '.join(sorted(DECODERS))}"
+    if decoder in SCALED and config.additional_vocab_size and not config.additional_vocab_scaled:
+        # vLLM scales all rows of one table.
+        return f"`additional_vocab_scaled=False` with the decoder {decoder!r}, whose embedding is scaled"
+    for parts, name in named_parts(config):
+        if parts.is_own(name):
+            return f"`{parts.field}={name!r}`, a {parts.kind} of your own"
+    for part, (config_class, known) in zip((block, config.perceiver_config, config), FIELDS):
+        for name, default in own_fields(config_class).items() if part is not None else ():
+            if name not in known and getattr(part, name) != default:
+                return f"`{name}={getattr(part, name)!r}`, which this version does not know how to serve"
     return None
 
 

@@ -10,6 +10,7 @@ from hf_xattn import CrossAttentionConfig, XAttnConfig
 from hf_xattn.cache.text_progress import MarkerCounts
 from hf_xattn.cache.visibility import image_order, visible_images
 from hf_xattn.utils.config_checks import own_fields
+from hf_xattn.vllm_plugin import served
 from hf_xattn.vllm_plugin.served import DECODERS, FIELDS, check_served, last_seen, why_not_served
 
 
@@ -26,7 +27,8 @@ def test_every_field_is_in_a_table():
 
 def test_an_unknown_option_is_refused(monkeypatch):
     """As above, in a version whose tables were forgotten."""
-    monkeypatch.delitem(FIELDS[0][1], "quiet_softmax")
+    (block, known), *others = FIELDS
+    monkeypatch.setattr(served, "FIELDS", ((block, known - {"quiet_softmax"}), *others))
     assert why_not_served(config()) is None
     with pytest.raises(ValueError, match="quiet_softmax=True"):
         check_served(config(cross_attention_config={"quiet_softmax": True}))
@@ -37,7 +39,7 @@ def test_an_unknown_option_is_refused(monkeypatch):
     [
         ({"cross_attention_config": {"position_bias": True}}, "position_bias=True"),
         ({"cross_attention_config": {"context_norm": True}}, "context_norm=True"),
-        ({"cross_attention_config": {"position": TURNING}}, "`position='turning'`, a code of positions of your own"),
+        ({"cross_attention_config": {"position": TURNING}}, "`position='turning'`, a position of your own"),
         ({"vision_config": None}, "vision_config=None"),
         ({"text_config": make_text("gpt_neox").config}, "'gpt_neox'"),
     ],
