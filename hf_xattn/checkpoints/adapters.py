@@ -1,18 +1,20 @@
-"""Loads checkpoints that hold only what was added to a base (`adapter_saving.py` writes them).
+"""Small checkpoints (`adapter_only=True`): what was added to the bases of a model, without the bases.
 
-Such a folder holds blocks, connector, added vocabulary, and every weight of the text model or the vision tower that
-differs from its base. Saving compares every weight, so bases and folder give the whole model, bit for bit.
-
-The manifest names the bases with their commits, a fingerprint of their weights, and the SHA-256 of each file. It is
-written last: a folder without a manifest is not loaded. If the text model was quantized while it was loaded, the
+A folder holds blocks, connector, added vocabulary, and every weight of the text model or the vision tower that differs
+from its base. Saving loads the bases again and compares every weight, so bases and folder give the whole model, bit for
+bit. The manifest names the bases with their commits and a fingerprint of their weights: loading compares a base with
+its fingerprint, and lays the weights of the folder over it. If the text model was quantized while it was loaded, the
 manifest holds the quantizer's configuration, and loading quantizes the base again.
+
+The manifest is written last: a folder without one is not loaded.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +22,22 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import local_torch_dtype, remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
 from ..configuration_xattn import XAttnConfig
-from ..utils.checkpoint_files import check_name, read_headers, read_json, sha256_of, short
+from ..utils.checkpoint_files import CARD, check_name, read_headers, read_json, short
+from ..utils.distributed import saved_by_one
 from ..utils.keywords import CONFIG_KEYWORDS, FILE_KEYWORDS, HUB_KEYWORDS, LOAD_KEYWORDS, given
-from ..utils.quantized_weights import first_quantized, plain_tensors, shape_before
+from ..utils.quantized_weights import first_quantized, is_quantized, plain_tensors
+from ..utils.whole_folder import WholeFolder
+from ..version import __version__
 from .bases import BaseSource, base_of, load_text, load_vision, named_base
-from .folders import MANIFEST, find_file, find_manifest
+from .folders import MANIFEST, WEIGHTS, check_target, find_file, find_manifest, name_of_dtype, weight_files_of
 from .model_identity import checksum, digest_of, line_of
-from .own_parts import refuse_adapter_layers
+from .own_parts import SAVE_OR_MERGE, differing_settings, refuse_adapter_layers
+from .quantization import check_requantizable, quantization_of_text, without_quantizer
 
 
 logger = logging.get_logger(__name__)
@@ -40,79 +47,59 @@ PARTS: tuple[tuple[str, str, Callable[..., PreTrainedModel]], ...] = (
     ("text_model", "text_base", load_text),
     ("vision_tower", "vision_base", load_vision),
 )
-FORMAT = 1
+FORMATS = (1, 2)  # the first names files and digests that are not needed; the last is written
 OF_PEFT = ("adapter_kwargs", "adapter_name")  # keywords of `from_pretrained` for an adapter (PEFT) on the model
-# Fields of a part's configuration that change no answer.
-NO_SETTINGS = frozenset(
-    "name_or_path architectures dtype torch_dtype transformers_version quantization_config use_cache auto_map "
-    "return_dict output_attentions output_hidden_states gradient_checkpointing id2label label2id".split()
-)
-# Entries of a base, the types that they may have, and whether they must be there.
-BASE_ENTRIES: dict[str, tuple[tuple[type, ...], bool]] = {
-    "name_or_path": ((str,), True),
-    "revision": ((str, type(None)), True),
-    "subfolder": ((str, type(None)), True),
-    "gguf_file": ((str, type(None)), False),
-    "prefix": ((str,), True),
-    "dtype": ((str,), True),
-    "dtypes": ((dict,), True),
-    "absent": ((list,), True),
-    "shapes": ((str,), True),
-    "fingerprint": ((str,), True),
+# What a manifest says of a base: its place, how it was loaded, and which of its weights the model lacks, or has in
+# another dtype.
+ENTRIES: dict[str, Any] = {
+    "name_or_path": str,
+    "revision": str | None,
+    "subfolder": str | None,
+    "gguf_file": str | None,
+    "prefix": str,
+    "dtype": str,
+    "dtypes": dict,
+    "absent": list,
+    "fingerprint": str,
 }
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Reads a manifest. Raises a `ValueError` for a damaged one, a later format, and the name of a file elsewhere."""
-    try:
-        manifest = read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{error} Save the model again.") from error
-    if manifest.get("format") != FORMAT:
+    manifest = read_json(path)
+    if manifest.get("format") not in FORMATS:
         raise ValueError(
-            f"{path} has format {short(manifest.get('format'))}, this version of hf_xattn reads {FORMAT}. Update "
-            "hf_xattn."
+            f"{path} has format {short(manifest.get('format'))}, this version of hf_xattn reads up to {FORMATS[-1]}. "
+            "Update hf_xattn."
         )
-    _check_files(manifest.get("files"), path)
+    files = manifest.get("files")
+    for name in files if isinstance(files, (list, dict)) else ():
+        check_name(name, str(path))
+    wrong = [
+        name
+        for name, kind in (("files", list | dict), ("quantization_config", dict | None))
+        if not isinstance(manifest.get(name), kind)
+    ]
     for _, argument, _ in PARTS:
         if argument in manifest:
-            _check_base(manifest[argument], f"{path}, `{argument}`")
-    quantization = manifest.get("quantization_config")
-    if not isinstance(quantization, (dict, type(None))):
-        raise ValueError(
-            f"{path} is damaged: expected `quantization_config` to be an object, got {short(quantization)}."
-        )
+            wrong += [f"{argument}.{entry}" for entry in _wrong_entries(manifest[argument], str(path))]
+    if wrong:
+        raise ValueError(f"{path} is damaged: its entry `{wrong[0]}` is of another kind than was saved. Save again.")
     return manifest
 
 
-def _check_files(files: Any, path: Path) -> None:
-    if not isinstance(files, dict):
-        raise ValueError(f"{path} is damaged: expected `files` to be an object, got {short(files)}.")
-    for name, facts in files.items():
-        check_name(name, str(path))
-        size, digest = (facts.get("bytes"), facts.get("sha256")) if isinstance(facts, dict) else (None, None)
-        if type(size) is not int or not isinstance(digest, str):
-            raise ValueError(f"{path} is damaged: expected `bytes` and `sha256` of {short(name)}, got {short(facts)}.")
-
-
-def _check_base(record: Any, where: str) -> None:
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} is damaged: expected an object, got {short(record)}.")
-    for name, (kinds, required) in BASE_ENTRIES.items():
-        if required or name in record:
-            if name not in record or not isinstance(record[name], kinds):
-                expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-                raise ValueError(
-                    f"{where} is damaged: expected `{name}` to be {expected}, got {short(record.get(name))}."
-                )
+def _wrong_entries(record: Any, where: str) -> list[str]:
+    record = record if isinstance(record, dict) else {}
+    wrong = [name for name, kind in ENTRIES.items() if not isinstance(record.get(name), kind)]
+    if wrong:
+        return wrong
     for name in ("subfolder", "gguf_file"):
         if record.get(name):
             check_name(record[name], where)
-    if not all(isinstance(name, str) for name in record["absent"]):
-        raise ValueError(f"{where} is damaged: expected `absent` to be a list of names, got {short(record['absent'])}.")
-    for dtype in (record["dtype"], *record["dtypes"].values()):
-        if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"{where} is damaged: expected dtypes of torch, got {short(dtype)}.")
+    dtypes = [record["dtype"], *record["dtypes"].values()]
+    if not all(isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype) for name in dtypes):
+        wrong.append("dtypes")
+    return wrong if all(isinstance(name, str) for name in record["absent"]) else [*wrong, "absent"]
 
 
 @dataclass(frozen=True)
@@ -125,27 +112,12 @@ class SmallCheckpoint:
 
     @classmethod
     def find(cls, name: Any, load_kwargs: dict[str, Any]) -> SmallCheckpoint | None:
-        """Reads the manifest. None and errors as [`find_manifest`] and [`read_manifest`]."""
+        """Reads the manifest. None if there is none; errors as [`read_manifest`]."""
         path = find_manifest(name, load_kwargs)
         return None if path is None else cls(os.fspath(name), read_manifest(path), given(FILE_KEYWORDS, load_kwargs))
 
-    def file(self, name: str) -> Path:
-        """The path of a file. Raises a `ValueError` for one that is missing, cut off or another one."""
-        path = find_file(self.name, name, self.hub)
-        if path is None:
-            raise ValueError(f"{self.name} lacks {name}, which its {MANIFEST} names. Copy the folder again.")
-        expected = self.manifest["files"][name]
-        size = path.stat().st_size
-        if size == expected["bytes"] and sha256_of(path) == expected["sha256"]:
-            return path
-        raise ValueError(
-            f"{path} is not the file that was saved: its {MANIFEST} names {expected['bytes']} bytes with SHA-256 "
-            f"{expected['sha256'][:12]}..., got {size} bytes. Copy the folder again; to change settings, "
-            "change them in the model and save it."
-        )
-
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds a file, whether or not its manifest names it."""
+        """Whether the checkpoint holds a file."""
         return find_file(self.name, name, self.hub) is not None
 
     def recorded_base(self, argument: str) -> BaseSource | None:
@@ -154,25 +126,25 @@ class SmallCheckpoint:
         return None if record is None else BaseSource.of_record(record)
 
     def added(self) -> dict[str, torch.Tensor]:
-        """The weights in the checkpoint."""
+        """The weights in the checkpoint. Raises a `ValueError` for a file that is missing or cut off."""
         weights: dict[str, torch.Tensor] = {}
         for name in self.manifest["files"]:
             if name.endswith(".safetensors"):
-                path = self.file(name)
+                path = find_file(self.name, name, self.hub)
+                if path is None:
+                    raise ValueError(f"{self.name} lacks {name}, which its {MANIFEST} names. Copy the folder again.")
                 read_headers([path], {}, where=self.name)  # the manifest may name a file that is none
                 weights.update(load_file(path))
         return weights
 
-    def check_settings(self) -> None:
-        """Raises a `ValueError` if a file beside the weights is not the one that was saved."""
-        for name in self.manifest["files"]:
-            if not name.endswith(".safetensors"):  # `added` checks those
-                self.file(name)
+    def identity(self) -> str:
+        """SHA-256 of the weights in the checkpoint and of its configuration."""
+        config = find_file(self.name, "config.json", self.hub)
+        return digest_of("" if config is None else config.read_text("utf-8"), fingerprint(self.added()))
 
     def load_kwargs(self, config: Any, asked: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of `from_pretrained` that load the whole model. `asked` are the caller's."""
-        self.check_settings()
-        bases = {argument: named_base(argument, asked.pop(argument, None)) for _, argument, _ in PARTS}
+        named = {argument: named_base(argument, asked.pop(argument, None)) for _, argument, _ in PARTS}
         apart = {name: asked.pop(name) for name in tuple(asked) if name in LOAD_KEYWORDS | {"output_loading_info"}}
         for name in ("_from_auto", "_from_pipeline", "_commit_hash"):
             asked.pop(name, None)
@@ -183,49 +155,37 @@ class SmallCheckpoint:
             config, rest = XAttnConfig.from_pretrained(
                 source, return_unused_kwargs=True, **self.hub, **kernels, **asked
             )
-        for argument, part in (("text_base", config.text_config), ("vision_base", config.vision_config)):
-            recorded = self.recorded_base(argument)
-            if part is not None and recorded is not None:
-                (bases[argument] or recorded).note_in(part)  # for the next time that the model is saved
-        state = dict(self._base_weights(bases, apart))
-        state.update(self.added())
-        if apart.get("generation_config") is None and "generation_config.json" in self.manifest["files"]:
-            apart["generation_config"] = GenerationConfig.from_pretrained(self.name, **self.hub)
+        state: dict[str, torch.Tensor] = {}
+        for _, argument, load in PARTS:
+            state |= self._weights_of_base(argument, load, named[argument], config, apart)
+        state |= self.added()
+        if apart.get("generation_config") is None:
+            apart["generation_config"] = self._generation_config()
         kept = {name: value for name, value in apart.items() if name not in (*CONFIG_KEYWORDS, "adapter_kwargs")}
         return {**rest, **kept, "config": config, "state_dict": state}
 
-    def _base_weights(
-        self, bases: dict[str, BaseSource | None], load_kwargs: dict[str, Any], parts: Any = PARTS
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        hub = given((*HUB_KEYWORDS, "trust_remote_code"), load_kwargs)
-        for _, argument, load in parts:
-            record, named = self.manifest.get(argument), bases[argument]
-            if record is None:
-                if named is not None:
-                    raise ValueError(f"`{argument}` ({named.name}): {self.name} was saved without one.")
-                continue
-            for name, tensor in self.kept(argument, self.base(argument, load, named, hub)):
-                yield record["prefix"] + name, tensor
+    def _generation_config(self) -> GenerationConfig | None:
+        return GenerationConfig.from_pretrained(self.name, **self.hub) if self.has("generation_config.json") else None
 
-    def kept(self, argument: str, base: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights of a base that the model has, in its dtypes."""
-        record, weights = self.manifest[argument], weights_of(base)
-        if unknown := {*record["absent"], *record["dtypes"]}.difference(weights):
-            raise ValueError(
-                f"{self.name}: {MANIFEST} is damaged: `{argument}` names {short(min(unknown))}, which its base "
-                "does not have. Save the model again."
-            )
-        for name, tensor in weights.items():
-            if name not in record["absent"]:
-                dtype = record["dtypes"].get(name)
-                yield name, tensor if dtype is None else tensor.to(getattr(torch, dtype))
+    def _weights_of_base(
+        self, argument: str, load: Any, named: BaseSource | None, config: Any, load_kwargs: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Loads a base. Its weights, under their names in the model. Notes its place in the configuration."""
+        recorded, part = self.recorded_base(argument), getattr(config, argument.replace("_base", "_config"))
+        if recorded is None:
+            if named is not None:
+                raise ValueError(f"`{argument}` ({named.name}): {self.name} was saved without one.")
+            return {}
+        if part is not None:
+            (named or recorded).note_in(part)  # for the next time that the model is saved
+        base = self.base(argument, load, named, given((*HUB_KEYWORDS, "trust_remote_code"), load_kwargs))
+        return {self.manifest[argument]["prefix"] + name: tensor for name, tensor in self.kept(argument, base).items()}
 
     def base(
         self, argument: str, load: Callable[..., PreTrainedModel], named: BaseSource | None, hub: dict[str, Any]
     ) -> PreTrainedModel:
-        """Loads a base. Warns if its weights are not those that the model was saved with."""
-        record = self.manifest[argument]
-        source = named or BaseSource.of_record(record)
+        """Loads a base. Raises a `ValueError` if it is not the one that the model was saved with."""
+        record, source = self.manifest[argument], named or BaseSource.of_record(self.manifest[argument])
         if source.is_gone():
             raise ValueError(
                 f"{self.name} was saved without the weights of its base {source}, where there is no {source.kind} now. "
@@ -238,32 +198,30 @@ class SmallCheckpoint:
                 f"{self.name} was saved without the weights of its base {source}, which cannot be loaded: {error} Pass "
                 f"`{argument}=` to `from_pretrained`, the Hub id or folder of that base."
             ) from error
-        weights = weights_of(base)
-        if digest_of_shapes(weights) != record["shapes"]:
-            raise self._of_another_shape(argument, source.name)
-        self._check_fingerprint(argument, source.name, weights)
+        if fingerprint(weights_of(base)) != record["fingerprint"]:
+            raise self._another_base(argument, source.name, "its weights")
         return base
 
-    def _of_another_shape(self, argument: str, name: str) -> ValueError:
-        return ValueError(
-            f"{self.name} was saved on the base {self.manifest[argument]['name_or_path']}, and `{argument}` {name} is "
-            f"a model of another shape. Pass `{argument}=`, the Hub id or folder of that base."
-        )
-
-    def _check_fingerprint(self, argument: str, name: str, weights: dict[str, torch.Tensor]) -> None:
-        record = self.manifest[argument]
-        if fingerprint(weights) != record["fingerprint"]:
-            logger.warning(
-                f"The weights of the base {name} are not those that {self.name} was saved with "
-                f"({record['name_or_path']}, revision {record['revision']}): the base has changed, and the model will "
-                "answer differently."
+    def kept(self, argument: str, base: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """The weights of a base that the model has, in its dtypes."""
+        record, weights = self.manifest[argument], weights_of(base)
+        if unknown := {*record["absent"], *record["dtypes"]}.difference(weights):
+            raise ValueError(
+                f"{self.name}: {MANIFEST} is damaged: `{argument}` names {short(min(unknown))}, which its base "
+                "does not have. Save the model again."
             )
+        for name, dtype in record["dtypes"].items():
+            weights[name] = weights[name].to(getattr(torch, dtype))
+        return {name: tensor for name, tensor in weights.items() if name not in record["absent"]}
 
-    def identity(self) -> str:
-        """SHA-256 of the weights in the checkpoint and of its configuration."""
-        files = self.manifest["files"]
-        names = [name for name in sorted(files) if name == "config.json" or name.endswith(".safetensors")]
-        return digest_of(*(files[name]["sha256"] for name in names))
+    def _another_base(self, argument: str, name: str, what: str) -> ValueError:
+        record = self.manifest[argument]
+        revision = "" if record["revision"] is None else f", revision {record['revision']}"
+        return ValueError(
+            f"{self.name} was saved on the base {record['name_or_path']}{revision}, and `{argument}` {name} is another "
+            f"one: {what} differ, so the model would answer differently. Pass `{argument}=`, the Hub id or folder of "
+            "that base."
+        )
 
     def onto(self, model_class: Any, text: PreTrainedModel, config: Any, asked: dict[str, Any]) -> Any:
         """Puts the checkpoint onto a text model that is loaded, which contains the blocks afterwards.
@@ -281,10 +239,8 @@ class SmallCheckpoint:
                     f"`from_pretrained` does not take `{name}` beside a `text_base` that is loaded already, got "
                     f"{short(value)}. Change the text model before, or the model afterwards."
                 )
-        self.check_settings()
         if not isinstance(config, XAttnConfig):
             config = XAttnConfig.from_pretrained(self.name if config is None else config, **self.hub)
-        self._check_loaded(text, config.text_config)
         prefix, weights = self.manifest["text_base"]["prefix"], self.added()
         own = {prefix + name for name in tensors_of(text)}
         if self.manifest["text_base"]["absent"] or own.intersection(weights):
@@ -292,42 +248,34 @@ class SmallCheckpoint:
                 f"{self.name} changes weights of its text model, so it cannot be put onto one that is loaded. Load it "
                 "without `text_base`."
             )
+        self._check_loaded(text, config.text_config)
         config.text_config = text.config
         for part in (config, *(getattr(config, name) for name in config.sub_configs)):
             if part is not None:
                 part.dtype = text.dtype
-        if (recorded := self.recorded_base("vision_base")) is not None:
-            (named or recorded).note_in(config.vision_config)
-        weights = dict(self._base_weights({"vision_base": named}, asked, PARTS[1:])) | weights
+        weights = self._weights_of_base("vision_base", load_vision, named, config, asked) | weights
         with local_torch_dtype(text.dtype), text.device:
             model = model_class(config, text_model=text)
         start = prefix.removesuffix("text_model.")
         result = model.base_model.load_state_dict({name.removeprefix(start): weights[name] for name in weights}, False)
         missing = {start + name for name in result.missing_keys}.difference(own)
         model._lacking = missing, set(result.unexpected_keys)
-        if "generation_config.json" in self.manifest["files"]:
-            model.generation_config = GenerationConfig.from_pretrained(self.name, **self.hub)
+        model.generation_config = self._generation_config() or model.generation_config
         return model.eval()
 
     def _check_loaded(self, text: PreTrainedModel, config: Any) -> None:
-        """Checks a text model that is loaded as [`base`] checks one that it loads, as far as its weights tell."""
+        """Compares a text model that is loaded with the base, as [`base`] does, and its settings, too."""
         refuse_adapter_layers(text, "`from_pretrained` cannot put blocks into", "Merge the adapter, or delete it.")
         if any(weight.is_meta for weight in text.parameters()):
             raise ValueError("`text_base`: the weights of the text model are offloaded. Load it without a device map.")
-        if differing := _differing(config, text.config):
-            logger.warning(
-                f"{self.name} was saved with another `{differing[0]}` of the text model ({len(differing)} settings "
-                "differ): it will answer differently on this one. Load it without `text_base`."
-            )
-        record, base, quantized = self.manifest["text_base"], base_of(text.config), first_quantized(text) is not None
-        name, weights = type(text).__name__ if base is None else base.name, without_ties(tensors_of(text), text)
-        before = digest_of_shapes({each: shape_before(tensor) for each, tensor in weights.items()})
-        # A checkpoint that is quantized itself holds more than that.
-        if record["shapes"] != before and not (quantized and record["shapes"] == digest_of_shapes(weights_of(text))):
-            raise self._of_another_shape("text_base", name)
-        if not quantized and record["dtype"] == str(text.dtype).removeprefix("torch."):
-            self._check_fingerprint("text_base", name, weights)
-        elif base is None or (base.name, base.revision) != (record["name_or_path"], record["revision"]):
+        record, source, quantized = self.manifest["text_base"], base_of(text.config), first_quantized(text) is not None
+        name = type(text).__name__ if source is None else source.name
+        if differing := differing_settings(config, text.config):
+            raise self._another_base("text_base", name, f"`{'`, `'.join(differing[:3])}`")
+        if not quantized and record["dtype"] == name_of_dtype(text.dtype):
+            if fingerprint(without_ties(tensors_of(text), text)) != record["fingerprint"]:
+                raise self._another_base("text_base", name, "its weights")
+        elif source is None or (source.name, source.revision) != (record["name_or_path"], record["revision"]):
             logger.warning(
                 f"{self.name} was saved on a base in {record['dtype']}, and the text model is "
                 f"{'quantized' if quantized else f'in {text.dtype}'}, so whether it is the base "
@@ -335,16 +283,171 @@ class SmallCheckpoint:
             )
 
 
-def _differing(one: Any, other: Any) -> list[str]:
-    """The settings of a part that differ, but for those that say where it is from or how it runs."""
+def save_small(
+    model: Any,
+    target: Path,
+    bases: dict[str, Any],
+    with_code: bool,
+    state_dict: dict[str, torch.Tensor] | None,
+    options: dict[str, Any],
+) -> None:
+    """Saves what the bases of a model do not hold.
 
-    def settings(config: Any) -> dict[str, Any]:
-        fields: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-        return {name: value for name, value in fields.items() if name not in NO_SETTINGS and name[0] != "_"}
+    Args:
+        bases (`dict`): `text_base` and `vision_base`, where the caller names them.
+        state_dict (`dict`, *optional*): all weights of the model, where they are gathered already.
+        options (`dict`): the other keyword arguments of `PreTrainedModel.save_pretrained`.
 
-    mine, others = settings(one), settings(other)
-    names = {name for name in (*mine, *others) if not name.startswith("base_") and not name.endswith("_token_id")}
-    return sorted(name for name in names if mine.get(name) != others.get(name))
+    Raises:
+        TypeError: for a `text_base` or `vision_base` that is no name.
+        ValueError: for a base without a name or a checkpoint, a base whose quantization cannot be repeated, a model
+            with LoRA layers, a `state_dict` with gaps, and a folder that holds a whole model, a base or an adapter
+            (PEFT).
+    """
+    check_target(target)
+    sources = check_bases(model, bases)
+    for source in sources.values():
+        if source.gguf_file is None and target.is_dir() and target.resolve() == Path(source.folder).resolve():
+            raise ValueError(
+                f"`adapter_only=True`: {target} is the folder of the base, whose configuration would be lost. Choose "
+                "another folder."
+            )
+    if state_dict is not None:
+        names = {name.replace("_fsdp_wrapped_module.", "") for name in tensors_of(model, remove_duplicate=True)}
+        if lacking := sorted(names.difference(state_dict)):
+            raise ValueError(
+                f"`adapter_only=True`: expected all weights of the model in `state_dict`, but {len(lacking)} are "
+                f"missing, such as {lacking[0]}. What the bases hold is left out by itself."
+            )
+    state = without_ties(model.state_dict() if state_dict is None else state_dict, model)
+    manifest: dict[str, Any] = {"format": FORMATS[-1], "hf_xattn": __version__}
+    requantized = False
+    for name, argument, load in PARTS:
+        if name in sources:
+            manifest[argument], again = _take_base_out_of(state, model, name, sources[name].resolved(), load)
+            requantized = requantized or again
+    if requantized:
+        config = model.hf_quantizer.quantization_config
+        manifest["quantization_config"] = json.loads(config.to_json_string(use_diff=False))
+    added = {name: _whole(model, name, tensor) for name, tensor in state.items()}
+    with WholeFolder(target, weight_files_of) as fresh:
+        if (target / CARD).is_file():  # written anew only if no person has changed it
+            shutil.copy2(target / CARD, fresh / CARD)
+        # Loading lays them over the weights of a base in memory, so they keep the names that they have there.
+        options = {**options, "state_dict": added, "save_original_format": False}
+        with without_quantizer(model, keeps_config=not requantized), saved_by_one(model):
+            model._write(fresh, with_code, options, target, small=True)
+        for path in sorted(fresh.glob("model*.safetensors")):
+            path.rename(fresh / path.name.replace("model", WEIGHTS, 1))
+        for path in fresh.glob("model.safetensors.index*.json"):
+            path.unlink()  # the manifest names the files
+        manifest["files"] = sorted(path.name for path in fresh.glob("*.safetensors"))
+        (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, BaseSource]:
+    """Finds the bases of a model, before work is lost on one without them. Errors as [`save_small`]."""
+    bases = bases or {}
+    body, sources = model.base_model, {}
+    refuse_adapter_layers(body, "`adapter_only=True` cannot save", SAVE_OR_MERGE)
+    check_requantizable(model)
+    for name, argument, _ in PARTS:
+        part = getattr(body, name)
+        named = named_base(argument, bases.get(argument))
+        if part is None:
+            if named is not None:
+                raise ValueError(f"`{argument}` ({named}): this model has no {name}.")
+            continue
+        source = base_of(part.config) if named is None else named
+        if source is None:
+            raise ValueError(
+                f"`adapter_only=True`: the {name} was not loaded from a checkpoint, so it cannot be fetched again. "
+                f"Save it to a folder and pass `{argument}=`, the Hub id or folder of its weights."
+            )
+        if source.is_gone():
+            raise ValueError(
+                f"`adapter_only=True`: the base of the {name} is {source}, where there is no {source.kind} now. Pass "
+                f"`{argument}=`, its Hub id or folder."
+            )
+        sources[name] = source
+    return sources
+
+
+def _take_base_out_of(
+    state: dict[str, torch.Tensor], model: Any, name: str, source: BaseSource, load: Callable[..., PreTrainedModel]
+) -> tuple[dict[str, Any], bool]:
+    """Takes the weights that equal those of a base out of `state`.
+
+    Returns the manifest's entry of the base, and whether loading has to quantize it again.
+    """
+    prefix = ("" if model.base_model is model else f"{model.base_model_prefix}.") + f"{name}."
+    part = getattr(model.base_model, name)
+    options = {"dtype": part.dtype, **({"trust_remote_code": True} if part.is_remote_code() else {})}
+    base = source.load(load, **options)
+    read = theirs = weights_of(base)
+    # A checkpoint may be quantized itself. Loading quantizes any other base again.
+    requantized = first_quantized(part) is not None and getattr(base, "hf_quantizer", None) is None
+    del base
+    if requantized:
+        options["quantization_config"] = quantization_of_text(model.hf_quantizer.quantization_config)
+        theirs = weights_of(source.load(load, device_map={"": part.device}, **options))
+    absent = [each for each in read if prefix + each not in state]
+    dtypes: dict[str, str] = {}
+    for each, weight in theirs.items():
+        if prefix + each in state:
+            ours = _whole(model, prefix + each, state[prefix + each])
+            if equal_bits(ours, weight):
+                del state[prefix + each]
+                if each in read and not is_quantized(ours) and ours.dtype != weight.dtype:
+                    dtypes[each] = name_of_dtype(ours.dtype)
+    _take_scales_out_of(state, prefix, theirs)
+    for each, weight in theirs.items():
+        if prefix + each in state and (is_quantized(weight) or each not in read):
+            raise ValueError(
+                f"`adapter_only=True`: quantized weights of the {name} differ from its base {source}: {each}; merging "
+                "an adapter does that. Save the whole model."
+            )
+    record = {**source.record(), "dtype": name_of_dtype(part.dtype), "prefix": prefix, "fingerprint": fingerprint(read)}
+    return {**record, "absent": absent, "dtypes": dtypes}, requantized
+
+
+def _take_scales_out_of(state: dict[str, torch.Tensor], prefix: str, theirs: dict[str, torch.Tensor]) -> None:
+    """Those of equal 4-bit weights. bitsandbytes rounds them when it runs on a CPU."""
+    for name in [name for name in state if name.startswith(prefix) and ".weight." in name]:
+        weight = name[: name.rindex(".weight.") + len(".weight")].removeprefix(prefix)
+        if prefix + weight in state or not is_quantized(theirs.get(weight, torch.empty(0))):
+            continue
+        ours, scales = state[name], theirs.get(name.removeprefix(prefix))
+        if scales is None or not (ours.is_floating_point() and scales.is_floating_point()) or _close(ours, scales):
+            del state[name]
+
+
+def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether floating-point scales of a quantized weight are equal but for rounding to bfloat16, in either order."""
+    orders = (ours.flatten(), ours.t().flatten()) if ours.dim() == 2 else (ours.flatten(),)
+    expected = theirs.flatten().float().cpu()
+    return ours.numel() == theirs.numel() and any(
+        torch.allclose(order.float().cpu(), expected, rtol=2**-7, atol=0) for order in orders
+    )
+
+
+def _whole(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A weight that accelerate has offloaded, as a tensor on a CPU; others as they are."""
+    return load_offloaded_parameter(model, name) if tensor.is_meta else tensor
+
+
+def equal_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Bit for bit, in the dtype of `ours`: -0.0 and 0.0 differ, and NaN equals itself."""
+    if ours.shape != theirs.shape or is_quantized(ours) != is_quantized(theirs):
+        return False
+    mine, others = plain_tensors(ours), plain_tensors(theirs)
+    return len(mine) == len(others) and all(
+        torch.equal(_bytes(one), _bytes(other.to(one.dtype))) for one, other in zip(mine, others)
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().flatten().contiguous().view(torch.uint8)
 
 
 def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -352,9 +455,9 @@ def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
     return without_ties(base.state_dict(), base)
 
 
-def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def tensors_of(model: PreTrainedModel, remove_duplicate: bool = False) -> dict[str, torch.Tensor]:
     """Parameters and saved buffers, by name. In a `state_dict`, bitsandbytes rounds 4-bit weights of a CPU for good."""
-    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     for path, part in model.named_modules():
         for name, tensor in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
@@ -376,9 +479,3 @@ def fingerprint(weights: dict[str, torch.Tensor]) -> str:
         sums = ",".join(str(checksum(plain.detach())) for plain in plain_tensors(tensor))
         lines.append(line_of(name, tensor, sums) + "\n")
     return digest_of(*lines)
-
-
-def digest_of_shapes(shapes: Mapping[str, Any]) -> str:
-    """SHA-256 over names and shapes of weights, from the weights or their shapes."""
-    found = {name: tuple(getattr(each, "shape", each)) for name, each in shapes.items()}
-    return digest_of("\n".join(f"{name}:{shape}" for name, shape in sorted(found.items())))

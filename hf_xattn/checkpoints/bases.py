@@ -5,10 +5,8 @@ A model remembers their names, so that it can be saved without their weights (se
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from ..utils.checkpoint_files import both_readings, check_source, refuse_pickled
 from ..utils.config_checks import is_quantized
 from ..utils.first_values import incomplete
 from ..utils.keywords import CONFIG_KEYWORDS, LOAD_KEYWORDS, given, refuse_unknown
-from ..utils.tensor_checks import type_name
 from ..utils.towers import own_class
 from ..utils.transformers_api import resolve_revision
 from .folders import check_config_file, check_folder, check_size, refuse_pickles
@@ -33,7 +30,6 @@ from .text_half import composite_class, is_composite, text_half, text_half_confi
 
 
 WHERE = ("revision", "subfolder", "gguf_file")  # of a base in its repository or folder
-_unused_told: set[tuple[str, str]] = set()  # checkpoints and classes whose table of unused weights was logged
 
 
 def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
@@ -145,19 +141,14 @@ def base_of(config: PreTrainedConfig) -> BaseSource | None:
 
 
 def named_base(argument: str, named: Any) -> BaseSource | None:
-    """The base that the caller names, or None. Raises an error for anything but a name."""
+    """The base that the caller names, or None."""
     if named is None:
         return None
-    if not isinstance(named, (str, os.PathLike)):
-        raise TypeError(f"Expected `{argument}` to be a Hub id or a folder, got {type_name(named)}.")
     name = os.fspath(named)
     if argument == "text_base" and is_gguf_path(name):
         folder, where = split_gguf(argument, name, {})
         return BaseSource(folder, **where)
-    is_folder = os.path.isdir(name)
-    if not is_folder and (isinstance(named, os.PathLike) or name.startswith((".", "~", os.sep)) or name.count("/") > 1):
-        raise ValueError(f"Expected `{argument}` to be a folder or a Hub id, got {name!r}, where there is no folder.")
-    return BaseSource(os.path.abspath(name) if is_folder else name)
+    return BaseSource(os.path.abspath(name) if os.path.isdir(name) else name)
 
 
 def text_config_of(
@@ -276,30 +267,8 @@ def _load(
         check_size(auto_class, known, checked.headers, quantized, f"`{name}` ({source})")
     options = {} if config is None else {"config": config}
     options |= {"output_loading_info": True}
-    with _unused_told_once(source):
-        model, found = auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
+    model, found = auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
     return model, found["missing_keys"]
-
-
-@contextmanager
-def _unused_told_once(source: str | Path) -> Iterator[None]:
-    """Drops transformers' table of unused weights where it was logged before: saving loads a base again."""
-    where = os.path.abspath(source) if os.path.isdir(source) else str(source)
-
-    def is_new(record: logging.LogRecord) -> bool:
-        model, report, table = record.getMessage().partition(" LOAD REPORT")
-        if not report or any(status in table for status in ("MISSING", "MISMATCH", "CONVERSION")):
-            return True
-        known = (where, model) in _unused_told
-        _unused_told.add((where, model))
-        return not known
-
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(is_new)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_new)
 
 
 def _check_whole(name: str, source: str | Path, model: PreTrainedModel, lost: list[str]) -> None:

@@ -33,12 +33,12 @@ from ..utils.checkpoint_files import (
     weight_files,
 )
 from ..utils.config_checks import check_fields, check_layer_count, is_quantized
-from ..utils.first_values import ValuesComeLater, incomplete
+from ..utils.first_values import ValuesComeLater
 from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.quantized_weights import is_quantized as is_quantized_weight
 from ..utils.transformers_api import has, needs
 from ..utils.whole_folder import refuse_unfinished
-from .saved_names import pieces_missing, places_in_memory
+from .saved_names import places_in_memory
 
 
 logger = logging.get_logger(__name__)
@@ -92,7 +92,7 @@ def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any
 def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | None:
     """As [`check_config_file`], and refuses a save that was cut off, and damaged or pickled weights.
 
-    None for a Hub id: [`check_shapes`] checks its files when they are fetched.
+    None for a Hub id: [`check_stored`] checks its files when they are fetched.
     """
     if not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
         return None
@@ -152,11 +152,11 @@ def check_against_weights(model: nn.Module, headers: dict[str, Stored], quantize
         )
 
 
-def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any) -> dict[str, Stored]:
+def check_stored(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any) -> dict[str, Stored]:
     """Checks a model without values against the weights that it is to get, and returns what their headers say.
 
-    Raises a `ValueError` for files that are damaged or no safetensors, a weight of another shape or dtype, a model that
-    is far larger than its weights, and a layer of which some experts are missing.
+    Raises a `ValueError` for files that are damaged or no safetensors, weights of integers, and a model that is far
+    larger than its weights. transformers refuses weights of another shape.
     """
     quantized = getattr(load_config, "hf_quantizer", None) is not None
     what = str(getattr(load_config, "pretrained_model_name_or_path", None) or "The checkpoint")
@@ -177,13 +177,6 @@ def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_
     else:
         return {}
     check_against_weights(model, headers, quantized, what)
-    if quantized:
-        return headers
-    missing, unexpected = pieces_missing(model, headers.keys())
-    if missing:
-        raise ValueError(incomplete(what, missing, unexpected))
-    if not getattr(load_config, "ignore_mismatched_sizes", False):
-        _check_each(model, headers, load_config, what)
     return headers
 
 
@@ -194,16 +187,16 @@ def warn_of_rounding(model: Any, headers: dict[str, Stored], what: str) -> None:
     pairs = {name: (FLOATS[headers[name].dtype], own[place]) for name, place in places.items() if place in own}
     rounded = {name: pair for name, pair in pairs.items() if torch.promote_types(*pair) != pair[1]}
     if rounded:
-        name, (stored, held) = next(iter(rounded.items()))
+        name, pair = next(iter(rounded.items()))
+        stored, held, wider = map(name_of_dtype, (*pair, torch.promote_types(*pair)))
         logger.warning(
-            f"{what} holds {len(rounded)} weights, such as {short(name)}, in {_name_of(stored)}, and its configuration "
-            f"asks for {_name_of(held)}: they were rounded, so the model answers differently from the one that was "
-            f"saved. To keep them, pass `dtype=torch.{_name_of(torch.promote_types(stored, held))}`. Pass "
-            f"`dtype=torch.{_name_of(held)}` if they may be rounded."
+            f"{what} holds {len(rounded)} weights, such as {short(name)}, in {stored}, and its configuration asks for "
+            f"{held}: they were rounded, so the model answers differently from the one that was saved. To keep them, "
+            f"pass `dtype=torch.{wider}`. Pass `dtype=torch.{held}` if they may be rounded."
         )
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def name_of_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -216,38 +209,16 @@ def refuse_other_files(checkpoint_files: Any) -> None:
             )
 
 
-def _check_each(model: nn.Module, headers: dict[str, Stored], load_config: Any, what: str) -> None:
-    rules = getattr(load_config, "weight_mapping", None) or ()
-    converted = any(hasattr(rule, "operations") for rule in rules)  # names alone change otherwise
-    own = model.state_dict(keep_vars=True)
-    for name, stored in headers.items():
-        target = own.get(name)
-        if not isinstance(target, torch.Tensor) or tuple(target.shape) == stored.shape:
-            continue
-        if not converted or stored.numel > target.numel():
-            raise ValueError(
-                f"{what} holds {short(name)} of shape {stored.shape}: expected {tuple(target.shape)}, as its "
-                "configuration says. Pass `ignore_mismatched_sizes=True` to start this weight anew."
-            )
-
-
 def weight_files_of(folder: Path) -> list[Path]:
     """The files of added weights in a folder: one, or shards. A longer name is that of another file."""
     return sorted(path for shards in ("", SHARDS) for path in folder.glob(f"{WEIGHTS}{shards}.safetensors"))
 
 
 def find_manifest(name: Any, load_kwargs: dict[str, Any]) -> Path | None:
-    """The manifest of added weights, or None. Raises a `ValueError` for a folder that is half written."""
+    """The manifest of added weights, or None."""
     if not isinstance(name, (str, os.PathLike)) or load_kwargs.get("state_dict") is not None:
         return None
-    hub = given(FILE_KEYWORDS, load_kwargs)
-    path = find_file(os.fspath(name), MANIFEST, hub)
-    folder = Path(name) / hub.get("subfolder", "")
-    if path is None and weight_files_of(folder) and not any(folder.glob("model*.safetensors")):
-        raise ValueError(
-            f"{folder} holds weights of blocks, but no {MANIFEST}: it was only half written. Save it again."
-        )
-    return path
+    return find_file(os.fspath(name), MANIFEST, given(FILE_KEYWORDS, load_kwargs))
 
 
 def find_file(name: str, file: str, hub: dict[str, Any]) -> Path | None:

@@ -6,7 +6,7 @@ names a local checkpoint by its folder's name, without the path. A card that a p
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import hashlib
 import os
 import re
@@ -21,12 +21,12 @@ from transformers.utils import logging
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
 from ..images.tower import image_size_of
 from ..images.vision import UNSIZED, blank_image
-from ..utils.checkpoint_files import CARD, check_path
+from ..utils.checkpoint_files import CARD
 from ..utils.parts import named_parts
-from ..utils.tensor_checks import type_name
 from ..utils.transformers_api import is_blank_card
 from ..utils.whole_folder import whole_file
 from ..version import HOW_TO_INSTALL
+from .own_parts import skeleton_of
 
 
 if TYPE_CHECKING:
@@ -82,24 +82,7 @@ def write_model_card(
 
     Returns:
         `bool`: whether the card was written. False if a person wrote or changed the one that is there.
-
-    Raises:
-        TypeError: for arguments of another kind.
     """
-    config = getattr(model, "config", None)
-    if not isinstance(config, XAttnConfig):
-        raise TypeError(f"Expected `model` to be a model of this package, got {type_name(model)}.")
-    check_path("folder", folder)
-    for name, given, kind in (
-        ("training", training, dict),
-        ("results", results, dict),
-        ("base", base, list),
-        ("questions", questions, list),
-    ):
-        if given is not None and not isinstance(given, kind):
-            raise TypeError(f"Expected `{name}` to be a {kind.__name__}, got {type_name(given)}.")
-    if trainer is not None and not hasattr(trainer, "state"):
-        raise TypeError(f"Expected `trainer` to be a Trainer, got {type_name(trainer)}.")
     path = Path(folder) / CARD
     if path.exists() and not _may_be_replaced(path.read_text(encoding="utf-8", errors="replace"), trainer is not None):
         logger.info(f"{path} is kept: a person wrote or changed it.")
@@ -108,7 +91,7 @@ def write_model_card(
         training = {**training_facts(trainer), **(training or {})}
         results = {**_losses(trainer), **(results or {})}
     with whole_file(path) as file:
-        file.write_text(_card(config, model, training, results, base, questions), encoding="utf-8")
+        file.write_text(_card(model.config, model, training, results, base, questions), encoding="utf-8")
     return True
 
 
@@ -189,14 +172,11 @@ def _loading(config: XAttnConfig) -> str:
 
 def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
     """[`describe`] of a copy without weights: the model may be sharded or quantized."""
-    try:
-        with torch.device("meta"):
-            skeleton = model._from_config(copy.deepcopy(config), dtype=model.dtype)
-        figures = describe(skeleton)
-    except (RuntimeError, TypeError, ValueError) as error:  # the code of a custom part may not run here
-        logger.info(f"The model card has no figures: {error}")
-        return {"blocks in front of layers": ", ".join(map(str, config.cross_attention_layers))}
-    return {name.removesuffix(", frozen"): value for name, value in figures.items()}
+    skeleton = skeleton_of(model)
+    if skeleton is not None:
+        with contextlib.suppress(RuntimeError):  # of a part that needs values to run
+            return {name.removesuffix(", frozen"): value for name, value in describe(skeleton).items()}
+    return {"blocks in front of layers": ", ".join(map(str, config.cross_attention_layers))}
 
 
 def training_facts(trainer: Trainer) -> dict[str, Any]:
@@ -210,28 +190,22 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     stepped = sum(weight.numel() for group in groups for weight in group["params"])
     rates = {float(group.get("initial_lr", group["lr"])) for group in groups} or {args.learning_rate}
-    decays = {float(group.get("weight_decay", 0)) for group in groups} if groups else {args.weight_decay}
-    kind = args.optim
-    if groups and type(optimizer) is not trainer.get_optimizer_cls_and_kwargs(args)[0]:
-        kind = type(optimizer).__name__
-    best = state.best_global_step if _has_best(trainer) else None
+    decays = {float(group.get("weight_decay", 0)) for group in groups} - {0.0}
+    best = f"{state.best_global_step:,}, the best of " if _has_best(trainer) else ""
     of_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     facts = {
         # What was trained may be merged, or frozen again.
         "parameters trained": f"{max(trained, stepped):,} of {_num_parameters(model):,}",
-        "optimizer steps": f"{state.global_step:,}" if best is None else f"{best:,}, the best of {state.global_step:,}",
+        "optimizer steps": f"{best}{state.global_step:,}",
         "epochs": None if state.epoch is None else f"{state.epoch:.4g}",
         "examples a step": of_process * args.world_size * max(1, args.n_gpu),
-        "learning rate": ", ".join([*(f"{rate:g}" for rate in sorted(rates)), _text(args.lr_scheduler_type)]),
-        "optimizer": _text(kind),
-        "weight decay": ", ".join(f"{decay:g}" for decay in sorted(decays) if decay) or None,
+        "learning rate": ", ".join([*(f"{rate:g}" for rate in sorted(rates)), schedule]),
+        "optimizer": type(optimizer).__name__ if groups else None,
+        "weight decay": ", ".join(f"{decay:g}" for decay in sorted(decays)) or None,
         "seed": args.seed,
     }
     return {name: value for name, value in facts.items() if value is not None}
-
-
-def _text(option: Any) -> str:
-    return getattr(option, "value", option)
 
 
 def _has_best(trainer: Trainer) -> bool:

@@ -8,34 +8,32 @@ is saved with them loads into no other model.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..decoders.block_stack import BlockStack, blocks_at
-from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
 from ..decoders.vocabulary import vocabulary_options
-from ..images.connector import XAttnConnector
-from ..layers.block import GatedCrossAttentionBlock
-from ..utils.architectures import TILED_VISION_TYPES
 from ..utils.distributed import is_sharded_by_transformers
 from ..utils.first_values import ValuesComeLater
-from ..utils.stub import PACKAGE
 
 
 logger = logging.get_logger(__name__)
 
 # What a block keeps of its configuration, and does not read there again.
 SETTINGS = ("attention_dropout", "quiet_softmax", "head_dim", "eps")
-# Of a configuration: no setting of what a part computes.
-NOTES = {"_name_or_path", "architectures", "dtype", "transformers_version", "quantization_config"}
+# Fields of a configuration that are no settings of what a part computes. Fields that begin with `_` or `base_`, and the
+# ids of single tokens, are none either.
+NOTES = frozenset(
+    "name_or_path architectures dtype torch_dtype transformers_version quantization_config use_cache auto_map "
+    "return_dict output_attentions output_hidden_states gradient_checkpointing id2label label2id".split()
+)
 # FSDP and activation checkpointing wrap modules, and leave the names of weights as they are. `torch.compile` does not.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 COMPILED = "_orig_mod"
@@ -45,7 +43,7 @@ SAVE_OR_MERGE = (
 
 
 def refuse_own_parts(model: Any) -> None:
-    """Raises a `ValueError` for a part that was compiled, or that loading would build of another class."""
+    """Raises a `ValueError` for a part that was compiled, or that loading would build otherwise."""
     body = model.base_model
     if any(adapter_layers(body)):
         return  # other checks refuse these
@@ -56,10 +54,8 @@ def refuse_own_parts(model: Any) -> None:
                 f"`save_pretrained` cannot save what `torch.compile` returned ({path}): it has renamed the weights, so "
                 "loading would not find them. Use `part.compile()`, which compiles a module in its place."
             )
-    is_ours = _is_built_by_us(model)
-    found, expected = _found_and_expected(body) if is_ours else ({}, {})
-    wrong = next(chain(_wrong_parts(model), _wrong_modules(found, expected)), None) if is_ours else None
-    if wrong is not None:
+    new = skeleton_of(model)
+    if new is not None and (wrong := next(_wrong_parts(model, new), None)) is not None:
         raise ValueError(
             f"`save_pretrained` cannot save a part of your own: {wrong}. A folder names no such parts, so it would "
             "load with the expected one. Save the weights of this part by themselves (`torch.save(part.state_dict(), "
@@ -67,7 +63,7 @@ def refuse_own_parts(model: Any) -> None:
             "your own may have names: see `register_connector`, `register_gate` and `register_position`. Or make the "
             "part in `__init__` of a subclass of the model, which then loads what it saves."
         )
-    wrong = next(chain(_wrong_settings(body), _wrong_values(model, found, expected) if is_ours else ()), None)
+    wrong = next(chain(_wrong_settings(body), () if new is None else _wrong_values(model, new)), None)
     if wrong is not None:
         raise ValueError(
             f"`save_pretrained` cannot save {wrong}. A part is built once: a later change of the configuration does "
@@ -76,11 +72,23 @@ def refuse_own_parts(model: Any) -> None:
 
 
 def warn_of_own_parts(model: Any) -> None:
-    """Warns once where training begins. It is called at each step, so it looks at the parts and at the first block."""
-    if _is_built_by_us(model) and (found := next(_wrong_parts(model), None)) is not None:
-        logger.warning_once(f"`save_pretrained` will refuse this model, because of a part of your own: {found}.")
-    elif (found := next(_wrong_settings(model.base_model), None)) is not None:
-        logger.warning_once(f"`save_pretrained` will refuse this model: it cannot save {found}.")
+    """Warns where training begins of a model that cannot be saved. It looks at each model once."""
+    if not getattr(model.base_model, "_was_looked_at", False):
+        model.base_model._was_looked_at = True
+        try:
+            refuse_own_parts(model)
+        except ValueError as error:
+            logger.warning(f"This model trains, but {error}")
+
+
+def skeleton_of(model: Any) -> Any:
+    """The model as loading would build it, without weights. None where the code of a custom part may not run."""
+    try:
+        with torch.device("meta"), ValuesComeLater():
+            return _class_of(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)  # type: ignore[attr-defined]
+    except (RuntimeError, TypeError, ValueError) as error:
+        logger.info(f"The model cannot be built anew: {error}")
+        return None
 
 
 def _class_of(module: nn.Module | None) -> type:
@@ -90,63 +98,48 @@ def _class_of(module: nn.Module | None) -> type:
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
 
 
-def _is_ours(kind: Any) -> bool:
-    return f"{kind.__module__}.".startswith(f"{PACKAGE}.")
+def _compared(model: Any) -> dict[str, nn.Module]:
+    """The parts of a model, and all modules of connector and blocks, by their paths without wrappers."""
+    paths = ((path.split("."), part) for path, part in model.base_model.named_modules(remove_duplicate=False))
+    parts = (([name for name in path if name not in WRAPPERS], part) for path, part in paths)
+    return {
+        ".".join(path) or "model": part
+        for path, part in parts
+        if len(path) == 1 or path[0] == "connector" or not set(BLOCKS).isdisjoint(path)
+    }
 
 
-def _is_built_by_us(model: Any) -> bool:
-    """Whether loading builds the parts. A subclass with an `__init__` of its own may build others."""
-    kind: Any = _class_of(model)
-    return _is_ours(kind.__init__)
-
-
-def _wrong_parts(model: Any) -> Iterator[str]:
-    body, config = model.base_model, model.config
-    if body is not model and not _is_ours(_class_of(body)):
-        yield _words("model", _class_of(body), "XAttnModel")
-    tower: Any = MODEL_MAPPING
-    if config.vision_config is not None and config.vision_config.model_type in TILED_VISION_TYPES:
-        from transformers import MllamaVisionModel
-
-        tower = {type(config.vision_config): MllamaVisionModel}  # not registered with AutoModel
-    for name, part, mapping in (
-        ("text_model", config.text_config, MODEL_FOR_CAUSAL_LM_MAPPING),
-        ("vision_tower", config.vision_config, tower),
-        ("connector", config.vision_config, {type(config.vision_config): XAttnConnector}),
-    ):
-        found, expected = _class_of(getattr(body, name)), mapping.get(type(part), None)
-        if part is None or expected is None or found.__module__.startswith("peft."):
-            continue
-        if issubclass(found, PreTrainedModel):
-            # Such as a tower with a projection, which loads without it.
-            of_same_type = found.__module__.startswith("transformers.") and found.config_class is type(part)
-            if of_same_type or found.is_remote_code():  # which is saved beside the weights
-                continue
-        kinds = expected if isinstance(expected, (tuple, list)) else (expected,)
-        if found not in kinds:
-            yield _words(name, found, kinds[0].__name__)
-
-
-def _wrong_modules(found: dict[str, nn.Module], expected: dict[str, nn.Module]) -> Iterator[str]:
-    """Modules of connector and blocks that differ from those of new ones."""
+def _wrong_parts(model: Any, new: Any) -> Iterator[str]:
+    """Parts and modules whose class is another one than that of new ones."""
+    found, expected = _compared(model), _compared(new)
     for path in sorted(found.keys() | expected.keys()):
-        ours, new = (_class_of(each.get(path)) for each in (found, expected))
-        if ours is not new:
-            yield _words(path, ours, new.__name__)
+        kind, right = (_class_of(each.get(path)) for each in (found, expected))
+        if kind is right or kind.__module__.startswith("peft."):
+            continue
+        if path in ("text_model", "vision_tower") and issubclass(kind, PreTrainedModel):
+            # Such as a tower with a projection, which loads without it; custom code is saved beside the weights.
+            of_same_type = kind.__module__.startswith("transformers.") and kind.config_class is getattr(
+                right, "config_class", None
+            )
+            if of_same_type or kind.is_remote_code():
+                continue
+        yield f"`{path}` is a {kind.__module__}.{kind.__qualname__}, expected a {right.__name__}"
 
 
-def _wrong_values(model: Any, found: dict[str, nn.Module], expected: dict[str, nn.Module]) -> Iterator[str]:
-    """What modules of connector and blocks keep of their configuration, where new ones would keep something else."""
-    body = model.base_model
+def _wrong_values(model: Any, new: Any) -> Iterator[str]:
+    """What modules of connector and blocks keep of their configuration, where new ones keep something else."""
+    found, expected, body = _compared(model), _compared(new), model.base_model
     cut = is_sharded_by_transformers(model) or any("_fsdp_wrapped_module" in path for path, _ in body.named_modules())
     for path, module in found.items():
-        new = expected.get(path, module)
+        if path in ("model", "text_model", "vision_tower"):
+            continue
         for name in SETTINGS:
-            ours, theirs = (vars(each).get(name) for each in (module, new))
+            ours, theirs = (vars(each).get(name) for each in (module, expected[path]))
             if ours != theirs:
                 yield f"`{path}`: it was built with {name}={ours!r}, which is {theirs!r} in the configuration"
-        for name in sorted({*dict(module.named_parameters(recurse=False)), *dict(new.named_parameters(recurse=False))}):
-            ours, theirs = (_shape_of(getattr(each, name, None)) for each in (module, new))
+        weights = [dict(each.named_parameters(recurse=False)) for each in (module, expected[path])]
+        for name in sorted({*weights[0], *weights[1]}):
+            ours, theirs = (_shape_of(each.get(name)) for each in weights)
             if ours != theirs and not cut:
                 yield f"`{path}.{name}`: it was built {ours}, and a new one is built {theirs}"
     for name, built in vocabulary_options(body.text_model).items():
@@ -158,63 +151,22 @@ def _shape_of(weight: torch.Tensor | None) -> str:
     return "without it" if weight is None else f"with shape {tuple(weight.shape)}"
 
 
-def _found_and_expected(body: Any) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """The modules of connector and blocks by their paths, and those of new ones."""
-    config = copy.deepcopy(body.config)
-    found: dict[str, nn.Module] = {}
-    expected: dict[str, nn.Module] = {}
-    with torch.device("meta"), ValuesComeLater():
-        block = GatedCrossAttentionBlock(config.cross_attention_config)
-        if config.vision_config is not None:
-            found = _modules("connector", body.connector)
-            expected = _modules("connector", XAttnConnector(config))
-    _, layers = find_decoder(body.text_model)
-    paths = {id(module): path for path, module in body.named_modules()}
-    for index, layer in enumerate(layers):
-        for name, place in zip(BLOCKS, [index] if index < len(layers) - 1 else [index, index + 1]):
-            path, count = f"{paths[id(layer)]}.{name}", len(blocks_at(config.cross_attention_layers, place))
-            found |= _modules(path, getattr(layer, name, None))
-            if count:
-                expected |= _modules(path, block if count == 1 else BlockStack(*[block] * count))
-    return found, expected
-
-
 def _wrong_settings(body: Any) -> Iterator[str]:
-    """Settings with which a part was built, and which the configuration has otherwise."""
+    """Settings with which text model or tower was built, and which the configuration has otherwise."""
     for name, kept in (("text_model", "text_config"), ("vision_tower", "vision_config")):
         built, saved = getattr(getattr(body, name), "config", None), getattr(body.config, kept)
         if built is not None and saved is not None and built is not saved:
-            now = saved.to_dict()
-            for key, value in built.to_dict().items():
-                if key not in NOTES and now.get(key) != value:
-                    yield f"`{name}`: it was built with {key}={value!r}, which is {now.get(key)!r} in `config.{kept}`"
-    block = next((each for each in body.text_model.modules() if isinstance(each, GatedCrossAttentionBlock)), None)
-    if block is not None:  # the others are made of the same configuration
-        for difference in _of_block(block, body.config.cross_attention_config):
-            yield f"{difference} in `config.cross_attention_config`"
+            for key in differing_settings(built, saved):
+                ours, theirs = (getattr(config, key, None) for config in (built, saved))
+                yield f"`{name}`: it was built with {key}={ours!r}, which is {theirs!r} in `config.{kept}`"
 
 
-def _of_block(block: Any, config: Any) -> Iterator[str]:
-    for path, module in block.named_modules(prefix="cross_attention_block"):
-        for attribute in SETTINGS if _is_ours(_class_of(module)) else ():
-            of_heads = path.endswith(("q_norm", "k_norm"))
-            key = {"eps": "qk_norm_eps" if of_heads else "norm_eps"}.get(attribute, attribute)
-            saved = getattr(config, key)
-            if (value := vars(module).get(attribute, saved)) != saved:
-                yield f"`{path}`: it was built with {key}={value!r}, which is {saved!r}"
-    if (block.attn_gate is None) != (config.gate == "none"):
-        built = "without a gate" if block.attn_gate is None else "with a gate"
-        yield f"`cross_attention_block`: it was built {built}, which is gate={config.gate!r}"
-
-
-def _modules(path: str, module: nn.Module | None) -> dict[str, nn.Module]:
-    """Each module in a part, by its path without wrappers."""
-    inside = () if module is None else module.named_modules(prefix=path, remove_duplicate=False)
-    return {".".join(name for name in each.split(".") if name not in WRAPPERS): part for each, part in inside}
-
-
-def _words(path: str, found: type, expected: str) -> str:
-    return f"`{path}` is a {found.__module__}.{found.__qualname__}, expected a {expected}"
+def differing_settings(one: PreTrainedConfig, other: PreTrainedConfig) -> list[str]:
+    """Names of the settings of a part that differ, but for those that say where it is from or how it runs."""
+    mine, others = (json.loads(json.dumps(config.to_dict(), default=str)) for config in (one, other))
+    names = {*mine, *others}.difference(NOTES)
+    names = {name for name in names if not name.startswith(("_", "base_")) and not name.endswith("_token_id")}
+    return sorted(name for name in names if mine.get(name) != others.get(name))
 
 
 def refuse_adapter_layers(module: nn.Module, what: str, remedy: str) -> None:

@@ -32,7 +32,7 @@ from ..utils.transformers_api import has, needs
 from .folders import (
     check_adapter_folder,
     check_folder,
-    check_shapes,
+    check_stored,
     find_manifest,
     find_peft,
     refuse_other_files,
@@ -125,6 +125,8 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
 
         Warns of what training or saving will stumble over.
         """
+        if mode:
+            warn_of_own_parts(self)
         super().train(mode)
         if mode:
             warn_of_tower(self)
@@ -133,7 +135,6 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         if mode and self.base_model is self:
             self._keep_frozen_in_eval()
             warn_of_half_precision(self)
-            warn_of_own_parts(self)
         return self
 
     def _keep_frozen_in_eval(self: Any) -> None:
@@ -189,9 +190,9 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     ) -> Any:
         """As in transformers. `trust_remote_code=True` runs the code of a custom decoder or vision tower, too.
 
-        A folder of `save_pretrained(folder, adapter_only=True)` is put together with the bases that it names, with a
-        warning of one that has changed since. A text model that was quantized is quantized again. Without a `dtype`,
-        all weights get that of the configuration, with a warning of those that were saved with more precision.
+        A folder of `save_pretrained(folder, adapter_only=True)` is put together with the bases that it names. A text
+        model that was quantized is quantized again. Without a `dtype`, all weights get that of the configuration, with
+        a warning of those that were saved with more precision.
 
         Args:
             quantization_config (*optional*): quantizes the text model alone. For a folder of `adapter_only=True`, None
@@ -205,7 +206,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         Raises:
             ValueError: for a folder in which a save was cut off; with a configuration that no model has; with files
                 that are damaged, lie elsewhere or are pickled; with weights missing; or saved by another class. For a
-                base that is gone or of another shape. With a loaded text model, for a folder that changes its weights.
+                base that is gone or has other weights. With a loaded text model, for a folder that changes its weights.
         """
         _refuse_splitting_of_old(kwargs)
         refuse_pickles(kwargs)
@@ -244,7 +245,10 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                 pair: Any = super().from_pretrained(
                     source, *model_args, config=config, output_loading_info=True, **kwargs
                 )
-            except (ArithmeticError, AssertionError, AttributeError, LookupError) as error:  # of the parts' own classes
+            except torch.OutOfMemoryError:
+                raise
+            except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
+                # Of the parts' own classes, and for weights of other shapes.
                 raise ValueError(f"{source} cannot be loaded: {type(error).__name__}: {error}.") from error
             model, info = pair
             if checked is None and source is not None:  # a Hub id
@@ -262,7 +266,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> Any:
         if expected_keys is None:  # otherwise the weights are an adapter's (PEFT)
-            model._stored = check_shapes(model, state_dict, checkpoint_files, load_config)
+            model._stored = check_stored(model, state_dict, checkpoint_files, load_config)
         else:
             refuse_other_files(checkpoint_files)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
@@ -283,6 +287,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         from .adapters import SmallCheckpoint
 
         saved: Any = SmallCheckpoint.find(source, load_kwargs)
+        identity = saved.identity()
         if isinstance(text := load_kwargs.get("text_base"), PreTrainedModel):
             if model_args:
                 raise ValueError(f"With a `text_base` that is loaded pass other arguments by name, got {model_args!r}.")
@@ -290,7 +295,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             check_insertable(text)  # before `recorded`, which takes blocks out again after an error
             with recorded(text):
                 model = saved.onto(cls, text, config, load_kwargs)
-                _finish_small(model, saved, {"dtype": text.dtype}, allowed)
+                _finish_small(model, saved, identity, {"dtype": text.dtype}, allowed)
             return model
         load_kwargs.setdefault("quantization_config", saved.manifest.get("quantization_config"))
         load_kwargs = saved.load_kwargs(config, load_kwargs)
@@ -300,7 +305,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             )
         info_wanted = load_kwargs.pop("output_loading_info", False)
         pair: Any = super().from_pretrained(None, *model_args, output_loading_info=True, **load_kwargs)
-        _finish_small(pair[0], saved, load_kwargs, allowed)
+        _finish_small(pair[0], saved, identity, load_kwargs, allowed)
         return pair if info_wanted else pair[0]
 
     def add_model_tags(self, tags: list[str] | str) -> None:
@@ -330,13 +335,13 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
 
 
-def _finish_small(model: Any, saved: Any, load_kwargs: dict[str, Any], allowed: bool) -> None:
+def _finish_small(model: Any, saved: Any, identity: str, load_kwargs: dict[str, Any], allowed: bool) -> None:
     if not os.path.isdir(saved.name):
         check_class(type(model), model.config.architectures, saved.name, MODELS)
     check_complete(model, saved.name, allowed)
     _finish(model, saved.name, load_kwargs)
     model.config.name_or_path = model.name_or_path = saved.name
-    model.base_model._folder = saved.identity()
+    model.base_model._folder = identity
 
 
 def _finish(model: Any, what: Any, load_kwargs: dict[str, Any]) -> None:

@@ -21,7 +21,6 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
-from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationMethod
 
 from ..configuration_xattn import XAttnConfig
@@ -29,8 +28,6 @@ from ..layers.block import cross_attention_blocks
 from ..utils.custom_code import build_part
 from ..utils.quantized_weights import first_quantized, is_quantized
 
-
-logger = logging.get_logger(__name__)
 
 # What stays in high precision, as patterns of transformers' quantizers. A model with a head has the prefix `model.`.
 KEPT = (r"(?:model\.)?vision_tower", r"(?:model\.)?connector", r".*\.cross_attention_block(?:_after)?")
@@ -136,32 +133,13 @@ def share_quantizer(source: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 def finish_quantized(model: PreTrainedModel) -> None:
-    """Corrects the marks of a loaded quantized model.
-
-    Raises a `ValueError` for quantized layers without quantized weights.
-    """
+    """Corrects the marks of a loaded quantized model."""
     if getattr(model, "hf_quantizer", None) is None:
         return
     setattr(model, "is_quantized", False)  # noqa: B010  # see `share_quantizer`
     body: Any = model.base_model
     if body is not model:
         share_quantizer(model, body)
-    for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.Linear)
-            and "bitsandbytes" in type(module).__module__
-            and not is_quantized(module.weight)
-        ):
-            raise ValueError(
-                f"This folder holds a quantized model that was not saved as one: expected {name} to be quantized, got "
-                f"a weight in {module.weight.dtype}. Save the model again with this version of hf_xattn."
-            )
-    for name, part in _added(body):
-        weight = first_quantized(part)
-        if weight is not None:
-            logger.warning(
-                f"The checkpoint holds {name} in quantized form ({weight}). This part works, but cannot be trained."
-            )
 
 
 def check_savable(model: PreTrainedModel) -> None:

@@ -7,7 +7,7 @@ Its rules are patterns, such as `.mlp.` for `.block_sparse_moe.`, which fit bloc
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -102,21 +102,6 @@ class _Rules:
     def places(self, names: Iterable[str]) -> dict[str, tuple[str, WeightConverter | None, str]]:
         """`place` of each name, in transformers' order: some rules hold only behind the first name that they fit."""
         return {name: self.place(name) for name in sorted(names, key=dot_natural_key)}
-
-
-def pieces_missing(model: Any, names: Collection[str]) -> tuple[set[str], set[str]]:
-    """Names of missing pieces of a tensor, such as single experts, and of weights in a checkpoint without a place."""
-    rules = _Rules(model)
-    groups: dict[str, set[str]] = {}
-    saved = revert_weight_conversion(model, _shapes(rules.own))
-    for name, (target, converter, _) in rules.places(saved).items():
-        if converter is not None:
-            groups.setdefault(target, set()).add(name)
-    prefix = f"{model.base_model_prefix}."
-    given = {name.removeprefix(prefix) if model.base_model is model else prefix + name for name in names}.union(names)
-    missing = {name for group in groups.values() if not group.isdisjoint(given) for name in group.difference(given)}
-    places = rules.places(names if missing else ())
-    return missing, {name for name, (target, *_) in places.items() if target not in rules.own}
 
 
 def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

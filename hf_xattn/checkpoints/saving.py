@@ -131,7 +131,7 @@ class XAttnSavingMixin(Model):
             refuse_own_parts(self)
         options: dict[str, Any] = {"with_code": with_code}
         if adapter_only:
-            from .adapter_saving import check_bases
+            from .adapters import check_bases
 
             for name, source in check_bases(self, {"text_base": text_base, "vision_base": vision_base}).items():
                 if os.path.isdir(source.name):
@@ -158,7 +158,7 @@ class XAttnSavingMixin(Model):
     def _save_adapter(
         self, target: Path, is_main_process: bool, bases: dict[str, Any], with_code: bool, options: dict[str, Any]
     ) -> None:
-        from .adapter_saving import save_adapter
+        from .adapters import save_small
 
         refuse_unknown(self.save_pretrained, options, SAVE_KEYWORDS)
         if options.pop("push_to_hub", False):
@@ -173,7 +173,7 @@ class XAttnSavingMixin(Model):
             state_dict = gathered_weights(self)
         is_unnamed = self._takes_name_of_folder()
         if is_main_process:
-            save_adapter(self, target, bases, with_code, state_dict, options)
+            save_small(self, target, bases, with_code, state_dict, options)
         if is_unnamed:
             self._take_name(target)
 

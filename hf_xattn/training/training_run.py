@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoProcessor, Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
 
-from ..checkpoints.adapter_saving import check_bases
+from ..checkpoints.adapters import check_bases
 from ..checkpoints.model_card import write_model_card
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor

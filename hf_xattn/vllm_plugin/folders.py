@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..checkpoints.adapters import PARTS, SmallCheckpoint, weights_of
+from ..checkpoints.adapters import PARTS, SmallCheckpoint
 
 
 def weights_of_folder(name: str, revision: str | None) -> Iterator[tuple[str, torch.Tensor]] | None:
@@ -22,16 +22,13 @@ def weights_of_folder(name: str, revision: str | None) -> Iterator[tuple[str, to
 
 
 def _weights(saved: SmallCheckpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    saved.check_settings()
     added = saved.added()
     for _, argument, load in PARTS:
         record: Any = saved.manifest.get(argument)
         if record is None:
             continue
         base, prefix = saved.base(argument, load, None, {}), record["prefix"]
-        weights = {name: weight for name, weight in weights_of(base).items() if name not in record["absent"]}
-        for name, dtype in record["dtypes"].items():
-            weights[name] = weights[name].to(getattr(torch, dtype))
+        weights = saved.kept(argument, base)
         for name in list(added):
             own = name.removeprefix(prefix)
             if own != name and own in weights:

@@ -326,7 +326,7 @@ def test_bases_of_the_hub(revision, vision, tmp_path):
     (snapshot.parents[1] / "refs" / "main").write_text("d" * 40)
     code = "import hf_xattn, transformers\ntransformers.AutoModel.from_pretrained('org/added', revision='main')"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "has changed" not in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_loaded_model_is_saved_again(vision, tmp_path):
@@ -382,21 +382,15 @@ def test_settings_of_a_tower(change, first, tmp_path):
     [{"num_hidden_layers": 3}, {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}],
     ids=str,
 )
-def test_settings_of_a_text_model(options, first, tmp_path, caplog):
+def test_settings_of_a_text_model(options, first, tmp_path):
     """Blocks that were trained on fewer layers, or on other positions."""
-    transformers.logging.enable_propagation()
     text = AutoModelForCausalLM.from_pretrained(tmp_path / "text", **options)
     small(retrofit(text, tmp_path / "vision", layers=[1, 2]), tmp_path / "second")
     base = remove_blocks(first)
-    if "num_hidden_layers" in options:
-        with pytest.raises(ValueError, match="changes weights of its text model"):
-            XAttnForConditionalGeneration.from_pretrained(tmp_path / "second", text_base=base)
-    else:
-        remove_blocks(XAttnForConditionalGeneration.from_pretrained(tmp_path / "second", text_base=base))
-    assert f"another `{next(iter(options))}` of the text model" in caplog.text
-    caplog.clear()
+    what = "changes weights of its text model" if "num_hidden_layers" in options else "another one: `rope_parameters`"
+    with pytest.raises(ValueError, match=what):
+        XAttnForConditionalGeneration.from_pretrained(tmp_path / "second", text_base=base)
     XAttnForConditionalGeneration.from_pretrained(tmp_path / "first", text_base=base)
-    assert "of the text model" not in caplog.text
 
 
 def test_another_head(first, tmp_path):
@@ -423,9 +417,8 @@ def test_generation_settings_of_the_text_model(tmp_path):
         assert (settings.eos_token_id, settings.max_new_tokens) == ([29], 12), name
 
 
-def test_towers_without_a_pooler(tmp_path, caplog):
-    """The tower of a classifier, whose pooler is drawn anew at each load: a base that is said to have changed."""
-    transformers.logging.enable_propagation()
+def test_towers_without_a_pooler(tmp_path):
+    """The tower of a classifier, whose pooler is drawn anew at each load: a base that is refused."""
     make_base(tmp_path / "text")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **sizes)).save_pretrained(tmp_path / "vit")
@@ -433,4 +426,3 @@ def test_towers_without_a_pooler(tmp_path, caplog):
     again = loaded(tmp_path / "small")
     assert torch.equal(answers_of(again), answers_of(model))
     assert torch.equal(answers_of(put_onto(again, tmp_path / "small")), answers_of(model))
-    assert "has changed" not in caplog.text

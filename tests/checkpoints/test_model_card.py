@@ -168,12 +168,6 @@ def test_results_and_training(tmp_path):
     assert write_model_card(model, tmp_path, training={"data": "a | b"}, results={"accuracy": "97 %"})
     _, card = card_of(tmp_path)
     assert "| data | a \\| b |" in card and rows_of(card)["accuracy"] == "97 %"
-    with pytest.raises(TypeError, match="`results` to be a dict, got list"):
-        write_model_card(model, tmp_path, results=[])
-    with pytest.raises(TypeError, match="`training` to be a dict, got str"):
-        write_model_card(model, tmp_path, training="long")
-    with pytest.raises(TypeError, match="`model` to be a model of this package.*LlamaForCausalLM"):
-        write_model_card(make_text(), tmp_path)
 
 
 def test_example_questions(tmp_path):

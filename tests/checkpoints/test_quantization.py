@@ -266,20 +266,6 @@ def test_the_skip_list_covers_every_added_module():
                 assert should_convert_module(pattern_target, list(KEPT)) != added, name
 
 
-def test_a_folder_saved_with_its_quantization_inside_the_text_config_is_refused(tmp_path):
-    """A folder of an earlier version, which loads quietly and fails in the forward with an empty assertion."""
-    pytest.importorskip("bitsandbytes")
-    model = quantized_retrofit("bitsandbytes_4bit")
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    config = json.loads(file.read_text())
-    quantized = config.pop("quantization_config")
-    config["text_config"]["quantization_config"] = {**quantized, "llm_int8_skip_modules": None}
-    file.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="was not saved as one"):
-        XAttnForConditionalGeneration.from_pretrained(tmp_path)
-
-
 def test_a_quantization_config_for_a_loaded_text_model_is_refused():
     """A base that stays in full precision although its caller asked for 4 bit."""
     text = AutoModelForCausalLM.from_pretrained(folder() / "text")

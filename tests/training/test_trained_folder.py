@@ -3,9 +3,7 @@ commands offer.
 """
 
 import json
-import logging
 import re
-import shutil
 
 import pytest
 import transformers
@@ -22,7 +20,6 @@ from transformers.testing_utils import CaptureLogger
 
 from helpers.inputs.collator_rows import row
 from helpers.inputs.training_examples import CAPTIONS, COLOURS, draw, write_examples
-from helpers.models.known_checkpoints import SIGLIP, make_siglip
 from helpers.models.template_models import (
     CHATML,
     TEXT,
@@ -31,10 +28,8 @@ from helpers.models.template_models import (
     make_tokenizer,
     save_chat_model,
 )
-from helpers.models.tiny_models import make_text
 from helpers.processes.command_runs import FAST, interrupted, run, run_training
 from hf_xattn import XAttnDataCollator, XAttnProcessor, retrofit
-from hf_xattn.checkpoints import bases
 from hf_xattn.data.forms import CAPTION_PROMPT
 from hf_xattn.training import collator
 from hf_xattn.training.run_folder import CHECKPOINTS
@@ -187,32 +182,6 @@ def test_tied_weights_of_a_checkpoint(tmp_path, capsys, monkeypatch, caplog):
     assert "missing keys" not in caplog.text + error
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out"))
     assert one == other
-
-
-def test_unused_weights_are_told_once(tmp_path, capsys, caplog, monkeypatch):
-    """SigLIP's table of its text half, again and again: each save without the bases loads them."""
-    transformers.logging.enable_propagation()
-    monkeypatch.setattr("hf_xattn.checkpoints.bases._unused_told", set())
-
-    def tables():
-        found = {id(record): record.getMessage() for record in caplog.records if "LOAD REPORT" in record.getMessage()}
-        caplog.clear()
-        return [message.partition("from: ")[2].splitlines()[0] for message in found.values()]
-
-    make_text().save_pretrained(tmp_path / "text")
-    make_siglip(tmp_path)
-    shutil.copytree(tmp_path / SIGLIP, tmp_path / "other")
-    command = ["retrofit", tmp_path / "text", "--vision", tmp_path / SIGLIP, "--output", tmp_path / "out"]
-    status, _, error = run(capsys, *command, "--adapter-only")
-    assert status == 0 and tables() == [str(tmp_path / SIGLIP)], error
-    AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
-    assert tables() == []
-    retrofit(tmp_path / "text", tmp_path / "other")
-    assert tables() == [str(tmp_path / "other")]
-    for _ in range(2):
-        with bases._unused_told_once("somewhere"):
-            logging.getLogger("transformers.modeling_utils").warning("A LOAD REPORT from: somewhere\nbias | MISSING")
-        assert tables() == ["somewhere"], "a missing weight is told each time"
 
 
 @pytest.fixture
