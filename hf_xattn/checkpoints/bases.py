@@ -24,7 +24,7 @@ from ..utils.first_values import incomplete
 from ..utils.keywords import CONFIG_KEYWORDS, LOAD_KEYWORDS, given, refuse_unknown
 from ..utils.towers import own_class
 from ..utils.transformers_api import resolve_revision
-from .folders import check_config_file, check_folder, check_size, refuse_pickles
+from .folders import CheckedFolder, check_config_file, check_folder, check_size, refuse_pickles
 from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
 from .text_half import composite_class, is_composite, text_half, text_half_config
 
@@ -36,7 +36,7 @@ def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
     """Loads a causal language model, or the text half of a larger one. Arguments and errors as for [`retrofit`]."""
     check_load_kwargs(load_text, load_kwargs, text)
     text, load_kwargs = split_gguf("text", text, load_kwargs)
-    config = text_config_of(text, load_kwargs)
+    config = text_config_of(text, load_kwargs, reads_weights=False)
     if "gguf_file" in load_kwargs:
         return text_half(load_gguf("text", text, config, load_kwargs))
     source = AutoConfig.from_pretrained(text, **given(CONFIG_KEYWORDS, load_kwargs))
@@ -53,7 +53,7 @@ def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
     check_load_kwargs(load_vision, load_kwargs, vision)
     if load_kwargs.get("gguf_file") is not None:
         raise ValueError("`gguf_file` is for text models, not for vision models.")
-    config = vision_config_of(vision, load_kwargs)
+    config = vision_config_of(vision, load_kwargs, reads_weights=False)
     tower_class: Any = own_class(config) or AutoModel
     tower, lost = _load("vision", tower_class, vision, load_kwargs, config)
     # Checkpoints of a classifier have no pooler, and its output is not used. Zeros are equal at each load.
@@ -245,7 +245,7 @@ def _read_config(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> 
         raise ValueError(f"`{name}` ({source}): {error if str(error) else type(error).__name__}") from error
 
 
-def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> None:
+def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> CheckedFolder | None:
     load_kwargs = {key: value for key, value in load_kwargs.items() if key != "gguf_file"}  # the other part's
     try:
         checked = check_folder(source, load_kwargs)
@@ -254,14 +254,15 @@ def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]
     if checked is not None and not checked.headers:
         folder = Path(source) / (load_kwargs.get("subfolder") or "")
         refuse_pickled(folder, f"`{name}` ({source})")
+    return checked
 
 
 def _load(
     name: str, auto_class: Any, source: str | Path, load_kwargs: dict[str, Any], config: Any = None
 ) -> tuple[PreTrainedModel, set[str]]:
     """Loads a base whose configuration fits its weights. Returns it, and the names of missing weights."""
-    checked = check_folder(source, load_kwargs)
-    if checked is not None and checked.headers and not load_kwargs.get("trust_remote_code"):
+    checked = _check_checkpoint(name, source, load_kwargs)
+    if checked is not None and not load_kwargs.get("trust_remote_code"):
         known = config or AutoConfig.from_pretrained(source, **given(CONFIG_KEYWORDS, load_kwargs))
         quantized = is_quantized(checked.fields) or load_kwargs.get("quantization_config") is not None
         check_size(auto_class, known, checked.headers, quantized, f"`{name}` ({source})")

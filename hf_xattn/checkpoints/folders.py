@@ -223,15 +223,13 @@ def find_manifest(name: Any, load_kwargs: dict[str, Any]) -> Path | None:
 
 def find_file(name: str, file: str, hub: dict[str, Any]) -> Path | None:
     """The path of a file in a folder or repository, downloaded if necessary. None if there is no such file."""
-    if os.path.isdir(name):
-        folder = Path(name) / hub.get("subfolder", "")
-        if not (folder / file).is_file():
-            return None
-        check_inside(folder, folder / file)
-        return folder / file
     quiet = {f"_raise_exceptions_for_{case}": False for case in ("gated_repo", "missing_entries", "connection_errors")}
     found = cached_file(name, file, **quiet, **hub)
-    return None if found is None else Path(found)
+    if found is None:
+        return None
+    if os.path.isdir(name):
+        check_inside(Path(name), Path(found))
+    return Path(found)
 
 
 class PeftFolder(NamedTuple):

@@ -71,14 +71,21 @@ def refuse_own_parts(model: Any) -> None:
         )
 
 
-def warn_of_own_parts(model: Any) -> None:
-    """Warns where training begins of a model that cannot be saved. It looks at each model once."""
-    if not getattr(model.base_model, "_was_looked_at", False):
-        model.base_model._was_looked_at = True
-        try:
-            refuse_own_parts(model)
-        except ValueError as error:
-            logger.warning(f"This model trains, but {error}")
+def warn_before_training(model: Any) -> None:
+    """Warns of what saving will refuse or leave out. It looks at a model once, and again with other adapters (PEFT)."""
+    body = model.base_model
+    configs = (vars(each).get("peft_config") for each in (model, body))
+    adapters, of_body = (sorted(each) if isinstance(each, dict) else [] for each in configs)
+    if getattr(model, "_looked_at", None) == adapters:
+        return
+    body._looked_at, model._looked_at = of_body, adapters
+    try:
+        refuse_own_parts(model)
+    except ValueError as error:
+        logger.warning(f"This model trains, but {error}")
+    warn_of_tower(model)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        warn_of_weights_left_out(model)
 
 
 def skeleton_of(model: Any) -> Any:

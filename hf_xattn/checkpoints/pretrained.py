@@ -39,7 +39,7 @@ from .folders import (
     refuse_pickles,
     warn_of_rounding,
 )
-from .own_parts import warn_of_own_parts, warn_of_tower, warn_of_weights_left_out
+from .own_parts import warn_before_training
 from .quantization import adopt_quantizer, finish_quantized, keep_added_precise, share_quantizer
 from .removal import leave_out_added, recorded
 from .saved_names import named_as_in_memory
@@ -126,12 +126,8 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         Warns of what training or saving will stumble over.
         """
         if mode:
-            warn_of_own_parts(self)
+            warn_before_training(self)
         super().train(mode)
-        if mode:
-            warn_of_tower(self)
-            if getattr(self, "_hf_peft_config_loaded", False):
-                warn_of_weights_left_out(self)
         if mode and self.base_model is self:
             self._keep_frozen_in_eval()
             warn_of_half_precision(self)

@@ -388,9 +388,10 @@ def test_blocks_that_train_beside_an_adapter_are_told_of(base, tmp_path, caplog,
         model = load(base)
         model.add_adapter(peft.LoraConfig(target_modules=lora_targets(model), **options), adapter_name="whole")
         assert told(model.train) == [] and told(partial(model.save_pretrained, tmp_path / "whole")) == []
-    model = load(base)
-    model.add_adapter(peft.LoraConfig(target_modules=lora_targets(model)))
-    assert told(model.train) == []
+    plain, model = load(base), load(base)
+    for each in (plain, model):
+        each.add_adapter(peft.LoraConfig(target_modules=lora_targets(model)))
+    assert told(plain.train) == []
     for block in model.blocks:
         block.requires_grad_()
     count = sum(1 for block in model.blocks for _ in block.parameters())
