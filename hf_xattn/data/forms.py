@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import url2pathname
 
-from ..processing.chat_messages import IMAGES
+from ..processing.chat_messages import IMAGES, parts_of
 from ..utils.keywords import suggestion
 from .fields import FORMS, PICTURES, SYSTEM
 from .pictures import content_of
@@ -60,7 +60,7 @@ def row_of(example: Mapping[str, Any], folder: Path, prompt: str) -> dict[str, A
     system = {SYSTEM: example[SYSTEM]} if SYSTEM in example else {}
     read = read_row({**others, **made, **system, **({"images": pictures} if pictures else {})})
     messages = [_with_files(message, folder) for message in read.messages]
-    if not any(part["type"] in IMAGES for message in messages for part in _parts(message)):
+    if not any(part["type"] in IMAGES for message in messages for part in parts_of(message)):
         _check_no_pictures(others)
     if "prompt" in made:
         first = len(messages) - len(made["completion"])
@@ -197,11 +197,6 @@ _MESSAGES_OF: dict[str, Callable[[Mapping[str, Any], str], dict[str, Messages]]]
     "conversations": _conversations,
     "texts": _texts,
 }
-
-
-def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
 
 
 def _with_files(message: dict[str, Any], folder: Path) -> dict[str, Any]:

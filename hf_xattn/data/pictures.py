@@ -16,7 +16,7 @@ from urllib.request import url2pathname
 
 from PIL import Image
 
-from ..processing.chat_messages import IMAGES
+from ..processing.chat_messages import IMAGES, parts_of
 from ..utils.checkpoint_files import sha256_of
 
 
@@ -27,8 +27,7 @@ KNOWN = 2**16  # files whose digests are kept
 def picture_parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The parts of a row's messages that are pictures."""
     messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
-    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
-    return [part for part in parts if part.get("type") in IMAGES]
+    return [part for message in messages for part in parts_of(message) if part.get("type") in IMAGES]
 
 
 def picture_of(part: Mapping[str, Any]) -> Any:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..processing.chat_messages import IMAGES, SOURCES, TEXTS, check_one_kind
-from ..processing.stray_images import check_images_inside, is_near_images, looks_like_images
+from ..processing.chat_messages import IMAGES, SOURCES, TEXTS, parts_of, plain_message
+from ..processing.stray_images import is_near_images, looks_like_images
 from ..utils.keywords import suggestion
 from ..utils.tensor_checks import type_name
 from .fields import NOT_READ, OF_PARTS, OF_TURNS, SYSTEM, TRAINED, check_fields, check_keys
@@ -153,40 +153,36 @@ def _checked(name: str, messages: Any, known: Collection[str]) -> list[dict[str,
         raise TypeError(f"Expected `{name}` to be a list of chat messages, got {type_name(messages)}.")
     if not messages:
         raise ValueError(f"`{name}` is an empty list: give one message or more.")
-    checked = []
-    for index, message in enumerate(messages):
-        where = f"`{name}[{index}]`"
-        if not isinstance(message, Mapping):
-            raise TypeError(f"Expected {where} to be a dict with `role` and `content`, got {type_name(message)}.")
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"{where} needs a `role` ('user', 'assistant', ...), got {message.get('role')!r}.")
-        _check_message(where, message)
-        message = {key: value for key, value in message.items() if value is not None}
-        check_keys(where, message, known)
-        content = message.get("content", "")
-        if isinstance(content, Sequence) and not isinstance(content, str):
-            message["content"] = [_checked_part(where, part) for part in content]
-        elif not isinstance(content, str):
-            raise TypeError(
-                f"Expected the `content` of {where} to be a str or a list of parts, got {type_name(content)}."
+    return [_checked_message(f"`{name}[{index}]`", message, known) for index, message in enumerate(messages)]
+
+
+def _checked_message(where: str, message: Any, known: Collection[str]) -> dict[str, Any]:
+    if isinstance(message, Mapping) and isinstance(message.get("content"), Sequence):
+        message = {**message, "content": _as_parts(message["content"])}
+    message = plain_message(message, where)
+    role = message["role"]
+    if role not in ROLES:
+        meant = ROLES_ELSEWHERE.get(role.lower())
+        hint = f" Did you mean `{meant}`?" if meant else suggestion(role.lower(), ROLES)
+        raise ValueError(f"Expected the `role` of {where} to be one of {ROLES}, got {role!r}.{hint}")
+    for name in TRAINED:
+        if (value := message.get(name)) is not None and (role != ASSISTANT and not value or value not in (0, 1)):
+            raise ValueError(
+                f"Expected `{name}` of {where} to be 0 or 1, and 0 in an assistant message only, got {value!r}."
             )
-        checked.append(message)
-    return checked
+    check_keys(where, message, known)
+    for part in parts_of(message):
+        check_keys(f"a part of {where}", part, OF_PARTS)
+        if isinstance(part.get("image"), Mapping):
+            part["image"] = _decoded(part["image"])
+    return message
 
 
-def _checked_part(where: str, part: Any) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-        raise TypeError(f"Expected the parts of {where} to be dicts with a `type` ('text' or 'image'), got {part!r}.")
-    part = {key: value for key, value in part.items() if value is not None}
-    check_keys(f"a part of {where}", part, OF_PARTS)
-    if part["type"] in TEXTS and not isinstance(part.get("text"), str):
-        raise TypeError(f"Expected the `text` of a part of {where} to be a str, got {type_name(part.get('text'))}.")
-    check_one_kind(part, where)
-    if isinstance(part.get("image"), Mapping):
-        part["image"] = _decoded(part["image"])
-    return part
+def _as_parts(content: Any) -> Any:
+    """A list of parts with the texts in it as parts of their own."""
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
 
 
 def _images(given: Mapping[str, Any]) -> list[Any]:
@@ -214,7 +210,7 @@ def _decoded(image: Any) -> Any:
 def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
     """Returns messages with the images of a column in their parts, or before the first user message (as TRL does)."""
     messages = _with_markers(messages) if images else messages
-    parts = [part for message in messages for part in _parts(message)]
+    parts = [part for message in messages for part in parts_of(message)]
     if images and not any(part.get("type") in IMAGES for part in parts):
         return in_front(messages, [{"type": "image", "image": image} for image in images])
     bare = sum(_is_bare(part) for part in parts)
@@ -230,7 +226,7 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict
     left = iter(images)
     filled = []
     for message in messages:
-        if parts := _parts(message):
+        if parts := parts_of(message):
             parts = [{**part, "image": next(left)} if _is_bare(part) else part for part in parts]
             message = {**message, "content": parts}
         filled.append(message)
@@ -239,7 +235,7 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict
 
 def _with_markers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Puts a part for a picture where a text that is no answer says `<image>`, if no part says where pictures are."""
-    if any(part.get("type") in IMAGES for message in messages for part in _parts(message)):
+    if any(part.get("type") in IMAGES for message in messages for part in parts_of(message)):
         return messages
     return [message if message["role"] == ASSISTANT else _with_marked_parts(message) for message in messages]
 
@@ -248,7 +244,7 @@ def _with_marked_parts(message: dict[str, Any]) -> dict[str, Any]:
     if MARKER not in text_of(message):
         return message
     parts: list[dict[str, Any]] = []
-    for part in _parts(message) or [{"type": "text", "text": message["content"]}]:
+    for part in parts_of(message) or [{"type": "text", "text": message["content"]}]:
         parts += _split(part["text"]) if part["type"] in TEXTS else [part]
     return {**message, "content": parts}
 
@@ -266,25 +262,5 @@ def _split(text: str) -> list[dict[str, Any]]:
     return parts
 
 
-def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
-
-
 def _is_bare(part: Mapping[str, Any]) -> bool:
     return part.get("type") in IMAGES and not any(name in part for name in IMAGE_SOURCES)
-
-
-def _check_message(where: str, message: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` for an unknown role, and for images beside `content`."""
-    role = message["role"]
-    if role not in ROLES:
-        meant = ROLES_ELSEWHERE.get(role.lower())
-        hint = f" Did you mean `{meant}`?" if meant else suggestion(role.lower(), ROLES)
-        raise ValueError(f"Expected the `role` of {where} to be one of {ROLES}, got {role!r}.{hint}")
-    for name in TRAINED:
-        if (value := message.get(name)) is not None and (role != ASSISTANT and not value or value not in (0, 1)):
-            raise ValueError(
-                f"Expected `{name}` of {where} to be 0 or 1, and 0 in an assistant message only, got {value!r}."
-            )
-    check_images_inside(message, where)

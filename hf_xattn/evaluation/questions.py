@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ..data.rows import in_front, read_row, text_of
-from ..processing.chat_messages import IMAGES, VIDEOS
+from ..processing.chat_messages import IMAGES, VIDEOS, parts_of
 
 
 Messages = list[dict[str, Any]]
@@ -21,14 +21,14 @@ class Question(NamedTuple):
     @property
     def pictures(self) -> list[dict[str, Any]]:
         """The parts that are pictures."""
-        return [part for message in self.messages for part in _parts(message) if part.get("type") in IMAGES]
+        return [part for message in self.messages for part in parts_of(message) if part.get("type") in IMAGES]
 
     def with_pictures(self, pictures: Sequence[dict[str, Any]]) -> Question:
         """The same question about other pictures: as many as it has, or none."""
         left = iter(pictures)
         messages = []
         for message in self.messages:
-            if parts := _parts(message):
+            if parts := parts_of(message):
                 kept = [part if part.get("type") not in IMAGES else next(left, None) for part in parts]
                 message = {**message, "content": [part for part in kept if part is not None]}
             messages.append(message)
@@ -54,7 +54,7 @@ def questions_of(rows: Iterable[Any], by: str | None = None) -> list[Question]:
         messages, answers = read_row(row)
         if not answers:
             raise ValueError(f"Expected row {number} to have an answer of the assistant, got none.")
-        if any(part.get("type") in VIDEOS for message in messages for part in _parts(message)):
+        if any(part.get("type") in VIDEOS for message in messages for part in parts_of(message)):
             raise ValueError(f"Expected row {number} to have no video, got one. Give its frames as pictures.")
         group = None if by is None else _group(row, by, number)
         questions += [Question(messages[:index], text_of(messages[index]), group) for index in answers]
@@ -100,8 +100,3 @@ def _group(row: Mapping[str, Any], by: str, number: int) -> str | None:
     if value is not None and not isinstance(value, (str, int, float)):
         raise ValueError(f"Expected `{by}` of row {number} to be a text or a number, to group by it, got {value!r}.")
     return None if value is None else str(value)
-
-
-def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []

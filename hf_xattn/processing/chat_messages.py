@@ -136,79 +136,108 @@ def of_row(images: Any, row: int, rows: int) -> Any:
     return [] if images[row] is None else images[row]
 
 
-def _message(message: Any, where: str, conversation: Conversation, sampling: dict[str, Any]) -> Message:
+def plain_message(message: Any, where: str) -> dict[str, Any]:
+    """A message as a dict of what is not None, and so are its parts: data sets fill fields that it lacks with None.
+
+    Raises:
+        TypeError: for a message, a content, a part or a text of a wrong type.
+        ValueError: for a message without content, images beside the content, and parts of an unknown type, with a text
+            and a picture, or with a request that is not obeyed.
+    """
     read = _mapping(message)
-    if read is None or "role" not in read:
-        came = "one without `role`" if read is not None else type_name(message)
+    if read is None or not isinstance(read.get("role"), str):
+        came = type_name(message) if read is None else "one without `role`"
         raise TypeError(f"Expected {where} to be a dict with `role` and `content`, got {came}.")
-    # Data sets fill fields that a message lacks with None, and some templates would print it.
-    fields = {str(name): value for name, value in read.items() if name != "content" and value is not None}
     check_images_inside(read, where)
     content = read.get("content")
     if "content" not in read and len(read) > 1 and not any(name in read for name in WITHOUT_CONTENT):
         raise ValueError(f"Expected `content` in {where}, got a message with {', '.join(map(str, read))} alone.")
-    if content is None or isinstance(content, str):
-        return Message(fields, content)
-    if not isinstance(content, (list, tuple)):
+    if content is not None and not isinstance(content, (str, list, tuple)):
         raise TypeError(f"Expected the content of {where} to be a str or a list of parts, got {type_name(content)}.")
-    parts: list[str | ImagePart] = []
-    for part in content:
-        parts += _read_part(part, where, conversation, sampling)
-    return Message(fields, parts)
+    plain = {str(name): value for name, value in read.items() if value is not None}
+    if isinstance(content, (list, tuple)):
+        plain["content"] = [_plain_part(part, where) for part in content]
+    return plain
 
 
-def _read_part(part: Any, where: str, conversation: Conversation, sampling: dict[str, Any]) -> list[str | ImagePart]:
-    """Reads a part. Appends its images to those of the conversation. A video becomes its frames."""
+def parts_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a plain message; none of one that is a text."""
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _plain_part(part: Any, where: str) -> dict[str, Any]:
     read = _mapping(part)
     if read is None:
         raise TypeError(
             f"Expected the parts of {where} to be dicts with a `type`, got {type_name(part)}. An image is "
             '{"type": "image", "image": ...}, a text {"type": "text", "text": ...}.'
         )
-    given = {name: value for name, value in read.items() if value is not None}
+    given = {str(name): value for name, value in read.items() if value is not None}
     kind = given.get("type")
-    if kind in TEXTS:
-        text = given.get("text")
-        if not isinstance(text, str):
-            others = _names(_unknown(given, ("text",)))
-            raise TypeError(f"Expected `text` of a part of {where} to be a str, got {type_name(text)}.{others}")
+    if kind not in (*TEXTS, *IMAGES, *VIDEOS):
+        keys = f" in a part with the keys {', '.join(given)}" if kind is None else ""
+        raise ValueError(
+            f"Expected the type of each part of {where} to be one of text, image, image_url, video, got {kind!r}{keys}."
+        )
+    if kind in TEXTS and not isinstance(given.get("text"), str):
+        others = _names(_unknown(given, ("text",)))
+        raise TypeError(
+            f"Expected `text` of a part of {where} to be a str, got {type_name(given.get('text'))}.{others}"
+        )
     check_one_kind(given, where)
-    if kind in TEXTS:
-        return [given["text"]]
-    if kind in IMAGES:
-        image = _source(given, IMAGES, where)
+    return given
+
+
+def _message(message: Any, where: str, conversation: Conversation, sampling: dict[str, Any]) -> Message:
+    fields = plain_message(message, where)
+    content = fields.pop("content", None)
+    if content is None or isinstance(content, str):
+        return Message(fields, content)
+    parts: list[str | ImagePart] = []
+    for part in content:
+        parts += _read_part(part, where, conversation, sampling)
+    return Message(fields, parts)
+
+
+def _read_part(
+    part: dict[str, Any], where: str, conversation: Conversation, sampling: dict[str, Any]
+) -> list[str | ImagePart]:
+    """Reads a plain part. Appends its images to those of the conversation. A video becomes its frames."""
+    if part["type"] in TEXTS:
+        return [part["text"]]
+    if part["type"] in IMAGES:
+        image = _source(part, IMAGES, where)
         if image is None:
-            conversation.unknown_keys.extend(_unknown(given, IMAGES))
+            conversation.unknown_keys.extend(_unknown(part, IMAGES))
         conversation.images.append(image)
         return [IMAGE]
-    if kind in VIDEOS:
-        video = _source(given, VIDEOS, where)
-        if video is None:
-            others = _names(_unknown(given, VIDEOS))
-            raise ValueError(
-                f"Expected a video part of {where} to have `video`, `url` or `path`, got none of them.{others}"
-            )
-        frames = read_frames(video, **sampling)
-        conversation.images.extend(frames)
-        return [IMAGE] * len(frames)
-    keys = f" in a part with the keys {', '.join(map(str, given))}" if kind is None else ""
-    raise ValueError(
-        f"Expected the type of each part of {where} to be one of text, image, image_url, video, got {kind!r}{keys}."
-    )
+    video = _source(part, VIDEOS, where)
+    if video is None:
+        others = _names(_unknown(part, VIDEOS))
+        raise ValueError(
+            f"Expected a video part of {where} to have `video`, `url` or `path`, got none of them.{others}"
+        )
+    frames = read_frames(video, **sampling)
+    conversation.images.extend(frames)
+    return [IMAGE] * len(frames)
 
 
 def check_one_kind(part: Mapping[str, Any], where: str) -> None:
     """Raises a `ValueError` for a text part with a picture, or the reverse: one of the two would be lost. Also for a
     picture or a video that asks for a size, a crop or frames of its own, which nothing obeys.
     """
-    others = (*IMAGES, *VIDEOS, *SOURCES) if part.get("type") in TEXTS else ("text",)
-    found = [name for name in others if part.get(name) is not None and not _is_empty_text(part[name])]
-    if part.get("type") in (*TEXTS, *IMAGES, *VIDEOS) and found:
+    is_text = part.get("type") in TEXTS
+    others = (*IMAGES, *VIDEOS, *SOURCES) if is_text else ("text",)
+    found = [
+        name for name in others if part.get(name) is not None and not (isinstance(part[name], str) and not part[name])
+    ]
+    if found:
         raise ValueError(
             f"Expected a text or an image in each part of {where}, got a part of type {part['type']!r} with "
             f"`{found[0]}` in it. Make two parts of it."
         )
-    if part.get("type") in (*IMAGES, *VIDEOS):
+    if not is_text:
         inner = [_mapping(part[name]) for name in (*IMAGES, *VIDEOS) if part.get(name) is not None]
         for given in (part, *filter(None, inner)):
             _check_requests(given, where)
@@ -223,10 +252,6 @@ def _check_requests(given: Mapping[str, Any], where: str) -> None:
                 "has the size that the image processor gives it. Change the settings of the image processor, or resize "
                 "the picture before. Frames of videos are chosen for a whole call, by `num_frames` or `fps`."
             )
-
-
-def _is_empty_text(value: Any) -> bool:
-    return isinstance(value, str) and not value
 
 
 def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.rows import IMAGE_SOURCES, read_row, text_of
-from ..processing.chat_messages import IMAGES
+from ..processing.chat_messages import IMAGES, parts_of
 from ..processing_xattn import XAttnProcessor
 from .word_states import WORD
 
@@ -67,15 +67,8 @@ def grouped(rows: Sequence[Any]) -> Iterator[tuple[list[Any], set[str], list[dic
                 if hasattr(rows, "where"):  # `Rows` say where the row is
                     raise
                 raise type(error)(f"`rows[{index}]`: {error}") from error
-            parts = [
-                part
-                for message in conversation.messages
-                if isinstance(message.get("content"), list)
-                for part in message["content"]
-            ]
-            pictures = [
-                next(part[name] for name in IMAGE_SOURCES if name in part) for part in parts if part["type"] in IMAGES
-            ]
+            parts = [part for message in conversation.messages for part in parts_of(message) if part["type"] in IMAGES]
+            pictures = [next(part[name] for name in IMAGE_SOURCES if name in part) for part in parts]
             said = [text_of(conversation.messages[answer]) for answer in conversation.answers]
             words = set(WORD.findall(" ".join(said)))
             if pictures and words:

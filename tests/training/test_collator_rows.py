@@ -169,7 +169,7 @@ WRONG = {
     "tokens": ({"input_ids": [1, 2]}, "skip_prepare_dataset"),
     "other columns": ({"text": "a dog"}, r"got the columns \['text'\]"),
     "text": ({"messages": "what is it ?"}, "list of chat messages, got str"),
-    "no role": ({"messages": [{"content": "a"}]}, "needs a `role`"),
+    "no role": ({"messages": [{"content": "a"}]}, "without `role`"),
     "both": ({**SHORT, "prompt": [], "completion": []}, "got both"),
     "image missing": (row(ANSWER, [{"type": "image"}]), "no `images` column"),
     "image too many": ({**FORMS["column, bare parts"], "images": [picture()] * 3}, "2 image part.*got 3 image"),
