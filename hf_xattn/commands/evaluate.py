@@ -86,11 +86,11 @@ def questions_of_data(arguments: argparse.Namespace) -> list[Question]:
     from ..data.forms import CAPTION_PROMPT
     from ..data.loading import load_rows_once
     from ..evaluation.questions import questions_of
-    from ..training.bad_rows import list_problems, read_problems
+    from ..training.bad_rows import check_pictures, find_problems, list_problems
 
     rows = load_rows_once("--data", arguments.data, arguments.pictures, arguments.prompt or CAPTION_PROMPT)
     read = range(len(rows) if arguments.limit is None else min(arguments.limit, len(rows)))  # a row has one or more
-    if found := read_problems(rows, read, opens=True):
+    if found := find_problems(rows, read, check_pictures, check_pictures)[0]:
         raise ValueError(list_problems(rows, found))
     if arguments.prompt is not None and not any(map(rows.is_caption, read)):
         raise ValueError(f"`--prompt` is for pictures with a caption, and {rows} has none. Remove it.")

@@ -18,7 +18,9 @@ import numpy as np
 from .loading import Rows
 
 
-ORDER = "each epoch a permutation of all rows"  # saved with a run: one that was begun in another order cannot go on
+# Saved with a run: one that was begun in another order cannot go on.
+ORDER = "each epoch a permutation of all rows, also of bad ones"
+WITHOUT_BAD = "each epoch a permutation of all rows"  # of earlier versions, which left out the bad rows that they found
 EPOCH, PASS = range(2)  # what a permutation is of, for its seed
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,7 +14,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ..data.loading import Rows
-from ..data.pictures import digest_of, picture_of, picture_parts, what_is_wrong, why_no_file
+from ..data.pictures import picture_parts, what_is_wrong
 from .launch import is_first_process
 
 
@@ -30,25 +28,6 @@ Collate = Callable[[list[dict[str, Any]]], Any]
 class Problem(NamedTuple):
     row: int
     reason: str
-
-
-def read_problems(rows: Rows, indices: Iterable[int] | None = None, opens: bool = False) -> list[Problem]:
-    """The rows that are no examples, or whose pictures do not exist (`opens`: or cannot be read); of some rows, or of
-    all.
-    """
-    problems = []
-    for index in range(len(rows)) if indices is None else indices:
-        try:
-            row = rows.read(index)
-        except (TypeError, ValueError) as error:
-            problems.append(Problem(index, str(error)))
-            continue
-        folder = rows.folder_of(index)
-        for part in picture_parts(row):
-            missing = "path" in part and why_no_file(Path(part["path"])) is not None
-            if (missing or opens) and (wrong := what_is_wrong(part, folder)) is not None:
-                problems.append(Problem(index, wrong))
-    return problems
 
 
 def reason_of(row: dict[str, Any], error: Exception, folder: Path, collate: Collate) -> str:
@@ -89,20 +68,6 @@ def list_problems(rows: Rows, problems: Sequence[Problem]) -> str:
     return "\n".join(told)
 
 
-def digest_of_pictures(rows: Rows) -> str:
-    """Changes if a picture of the rows changes. Reads all of them."""
-    digest = hashlib.sha256()
-    for index in range(len(rows)):
-        try:
-            parts = picture_parts(rows.read(index))
-        except (TypeError, ValueError):
-            continue
-        for picture in map(picture_of, parts):
-            if isinstance(picture, bytes) or os.path.isfile(picture):
-                digest.update(digest_of(picture).encode())
-    return digest.hexdigest()
-
-
 class BadRowsFile:
     """The rows that were left out, a line each. Several processes write to one file.
 
@@ -118,12 +83,15 @@ class BadRowsFile:
     def add(self, rows: Rows, problem: Problem) -> None:
         file, place = rows.place_of(problem.row)
         told = {"source": rows.source_of(problem.row), "file": file, "row": place, "reason": problem.reason}
+        line = json.dumps(told)
+        if self.count() and line in self._found:  # a row of another epoch, or before a resumption
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab", buffering=0) as out:  # one write appends a whole line, beside other processes too
-            out.write(json.dumps(told).encode() + b"\n")
+            out.write(f"{line}\n".encode())
 
     def count(self) -> int:
-        """Number of different rows. Rows that are read again after a resumption are in the file twice."""
+        """Number of different rows."""
         size = self.path.stat().st_size if self.path.is_file() else 0
         if size != self._size:
             self._size, self._found = size, set(self.path.read_text(encoding="utf-8").splitlines())
@@ -244,23 +212,33 @@ class RowReader:
     def refuse(self, place: Place, reason: str) -> NoReturn:
         rows, index = resolved(place)
         raise BadRowError(
-            f"{rows.where(index)}: {reason}. Repair or remove the row, or add `--bad-rows skip`, and continue with "
-            "`--resume`."
+            f"{rows.where(index)}: {reason}. To leave the row out, add `--bad-rows skip` and continue with `--resume`. "
+            "A run on repaired data starts in a new folder."
         )
 
 
-def find_problems(rows: Rows, collate: Collate, with_pixels: Collate) -> tuple[list[Problem], int]:
-    """Reads each row alone, as [`RowReader`] does, whose arguments these are.
+def find_problems(
+    rows: Rows, chosen: Sequence[int], collate: Collate, with_pixels: Collate
+) -> tuple[list[Problem], int]:
+    """Reads the chosen rows, each alone, as [`RowReader`] does, whose arguments these are.
 
     Returns the problems, and the number of tokens in the longest row.
     """
     longest, found = 0, _Found()
     reader = RowReader(collate, with_pixels, found)
-    progress = tqdm(range(len(rows)), f"Checking {len(rows)} rows", leave=False, disable=not is_first_process())
-    for index in progress:
+    title = f"Checking {len(chosen)} rows"
+    for index in tqdm(chosen, title, leave=False, disable=not is_first_process() or not chosen):
         batch = reader.read([Place(rows, index)])
         longest = longest if batch is None else max(longest, batch["input_ids"].shape[1])
     return found, longest
+
+
+def check_pictures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """For [`find_problems`], in place of a collator: whether the pictures of rows can be read."""
+    for wrong in (what_is_wrong(part, Path()) for row in rows for part in picture_parts(row)):
+        if wrong:
+            raise ValueError(f": {wrong}")
+    return {"input_ids": torch.empty(len(rows), 0)}
 
 
 def resolved(place: Place) -> tuple[Rows, int]:

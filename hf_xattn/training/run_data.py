@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import random
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +15,7 @@ from ..data.forms import CAPTION_PROMPT
 from ..data.loading import Rows, load_rows, load_rows_once
 from ..data.order import Shuffled
 from ..data.pictures import digest_of, picture_of, picture_parts
-from .bad_rows import (
-    BadRowsFile,
-    Collate,
-    Place,
-    Places,
-    Problem,
-    RowReader,
-    digest_of_pictures,
-    find_problems,
-    list_problems,
-)
+from .bad_rows import BadRowsFile, Collate, Place, Places, Problem, RowReader, find_problems, list_problems
 from .distillation import TURNED_OFF, DistillingCollator, DistillingReader, picture_source
 from .kept_text import PROMPTS, TextRow, read_prompts, source_of
 from .launch import gpus_of_a_process, num_processes, say
@@ -30,9 +23,10 @@ from .picture_use import MOST_ROWS
 from .training_options import NONE, SKIP, TrainingOptions
 
 
-STREAM_ROWS = 20_000  # more are not checked before a run: it would take minutes
+CHECKED = 100  # rows that are collated before a run. Each one is checked when it is read
+STREAM_ROWS = 20_000  # of more, some are searched for a picture or a caption, and pictures are not compared
+MOST_TRIED = 1000  # pictures that a text is tried beside, until one can be read
 ALIGN_ROWS = 2000  # at most: more take longer, and their words are mostly the same
-PROBED = 1000  # rows that are searched for a picture or a caption, where not all are read before the run
 
 
 class RunData:
@@ -59,11 +53,11 @@ class RunData:
         self.longest: int | None = None
         self._found: list[tuple[Rows, list[Problem]]] = []
         if options.prompt is not None and not any(
-            rows.is_caption(index) for rows in self._sources() for index in self._probed(rows)
+            rows.is_caption(index) for rows in self._sources() for index in _some(rows, STREAM_ROWS)
         ):
             raise ValueError(
                 f"Expected a row with the field `text` for `--prompt`, the question of captions, got none in "
-                f"{self.rows.sources[0].files[0].path}. Remove `--prompt`, or write captions as `file_name` and `text`."
+                f"{self._first_file()}. Remove `--prompt`, or write captions as `file_name` and `text`."
             )
 
     def fingerprints(self) -> list[str]:
@@ -73,30 +67,30 @@ class RunData:
         ]
 
     def check(self, collate: Collate, with_pixels: Collate) -> None:
-        """Checks all rows, or, of streamed ones, those to evaluate on and whether one of some has a picture. Leaves out
-        those that are bad.
+        """Checks some rows to train on and to evaluate on, and searches those to train on for what the run needs.
+
+        With `--bad-rows skip`, all rows to evaluate on are checked, and bad ones leave: a row that came in place of a
+        bad one would count twice in the loss.
 
         Raises:
             ValueError: for rows that cannot be trained on. The message lists them, in all sources.
         """
-        if self.streams and self.options.eval_share is not None:
-            self._hold_out(self.options.eval_share)
+        options = self.options
+        if options.eval_share is not None:
+            self.rows, self.others = hold_out(self.rows, options.eval_share, options.seed)
         self._check_rows(collate, with_pixels)
-        if not self.options.train_text and not any(self._has_picture(index) for index in self._probed(self.rows)):
-            few = f"{PROBED} rows of " if self.streams and len(self.rows) > PROBED else ""
+        searched = _some(self.rows, STREAM_ROWS)
+        place = f"{'' if len(searched) == len(self.rows) else f'{STREAM_ROWS} rows of '}{self._first_file()}"
+        if not options.train_text and not any(self._pictures_of(index) for index in searched):
             raise ValueError(
-                f"Expected a picture in {few}{self.rows.sources[0].files[0].path}, got none: blocks learn from "
-                "pictures alone, and the text model is frozen. Add pictures, or train the text model with "
-                "`--train-text`."
+                f"Expected a picture in {place}, got none: blocks learn from pictures alone, and the text model is "
+                "frozen. Add pictures, or train the text model with `--train-text`."
             )
-        if not self.streams and self.options.eval_share is not None:
-            self._hold_out(self.options.eval_share)
-        asked = self.options.distill_text is not None and not self.prompts
-        if asked and not any(self._is_text(index) for index in self._probed(self.rows)):
-            few = f"{PROBED} rows of " if self.streams and len(self.rows) > PROBED else ""
+        asked = options.distill_text is not None and not self.prompts
+        if asked and not any(map(self._is_text, searched)):
             raise ValueError(
-                f"Expected a row without a picture in {few}{self.rows.sources[0].files[0].path} for `--distill-text`, "
-                "got none. Add such rows, also as a source of their own, or leave `--distill-text` out."
+                f"Expected a row without a picture in {place} for `--distill-text`, got none. Add such rows, also as a "
+                "source of their own, or leave `--distill-text` out."
             )
 
     @property
@@ -133,9 +127,8 @@ class RunData:
         count = min(len(rows), ALIGN_ROWS)
         if count < len(rows):
             rows = rows.split([number * len(rows) // count for number in range(count)])[1]
-        checked = self.aligned is None and not self.streams
-        if self.options.bad_rows == SKIP and not checked:
-            problems, _ = find_problems(rows, collate, with_pixels)
+        if self.options.bad_rows == SKIP:
+            problems, _ = find_problems(rows, range(count), collate, with_pixels)
             rows = rows.split([problem.row for problem in problems])[0]
         return rows
 
@@ -196,15 +189,8 @@ class RunData:
     def _sources(self) -> list[Rows]:
         return [self.rows] if self.others is None else [self.rows, self.others]
 
-    def _probed(self, rows: Rows) -> Sequence[int]:
-        """Indices of rows to look into: all, or some at random places, as data may repeat at equal distances."""
-        count = len(rows)
-        if not self.streams or count <= PROBED:
-            return range(count)
-        return random.Random(0).sample(range(count), PROBED)
-
-    def _has_picture(self, index: int) -> bool:
-        return bool(self._pictures_of(index))
+    def _first_file(self) -> str:
+        return self.rows.sources[0].files[0].path
 
     def _is_text(self, index: int) -> bool:
         return self._pictures_of(index) == []
@@ -239,50 +225,59 @@ class RunData:
 
     def some_picture(self, distilling: DistillingCollator) -> Any:
         """A picture of the data that a text can stand beside. None if none of those that are looked at can be used."""
-        parts = (part for index in self._probed(self.rows) for part in self._pictures_of(index) or [])
-        return next((each for each in map(picture_source, parts) if distilling.error_of(each) is None), None)
+        parts = (part for index in _some(self.rows, STREAM_ROWS) for part in self._pictures_of(index) or [])
+        tried = islice(map(picture_source, parts), MOST_TRIED)
+        return next((each for each in tried if distilling.error_of(each) is None), None)
 
     def _check_rows(self, collate: Collate, with_pixels: Collate) -> None:
-        trained, longest = collate if self.streams else self._as_trained(collate), 0
+        skips, told, checked, longest = self.options.bad_rows == SKIP, list[str](), 0, 0
         for rows in self._sources():
-            # An evaluation reads all its rows anyway. One that skips some by the way would read others twice.
-            if self.streams and rows is self.rows:
-                continue
-            problems, tokens = find_problems(rows, trained if rows is self.rows else collate, with_pixels)
-            self._found.append((rows, problems))
-            longest = max(longest, tokens)
-        self.longest = None if self.streams else longest
-        if self.options.bad_rows == SKIP:
-            self._leave_out()
-        elif any(problems for _, problems in self._found):
-            raise ValueError("\n".join(list_problems(rows, problems) for rows, problems in self._found if problems))
-
-    def _leave_out(self) -> None:
-        bad = sum(len({problem.row for problem in problems}) for _, problems in self._found)
-        if bad > self.options.bad_rows_limit * self.total:
-            told = [list_problems(rows, problems) for rows, problems in self._found if problems]
-            raise ValueError(
-                f"Expected at most {self.options.bad_rows_limit:.2%} of {self.total} rows to be bad "
-                f"(`--bad-rows-limit`), got {bad}.\n" + "\n".join(told)
+            trained = rows is self.rows
+            chosen = range(len(rows)) if skips and not trained else _some(rows, CHECKED)
+            chosen = [] if trained and self.options.stream else chosen
+            problems, tokens = find_problems(
+                rows, chosen, self._as_trained(collate) if trained else collate, with_pixels
             )
-        for rows, problems in self._found:
-            left, _ = rows.split([problem.row for problem in problems])
-            if rows is self.rows:
-                self.rows = left
-            else:
-                self.others = left
+            self._found.append((rows, problems))
+            checked, longest = checked + len(chosen), max(longest, tokens)
+            if problems:
+                told.append(list_problems(rows, problems))
+                told += [f"Of {len(rows)} rows, {len(chosen)} were checked."] * (len(chosen) < len(rows))
+        self.longest = longest if checked == self.total else None
+        bad = sum(len({problem.row for problem in problems}) for _, problems in self._found)
+        if skips and bad > self.options.bad_rows_limit * self.total:
+            limit = f"Expected at most {self.options.bad_rows_limit:.2%} of {self.total} rows to be bad"
+            raise ValueError("\n".join([f"{limit} (`--bad-rows-limit`), got {bad}.", *told]))
+        if told and not skips:
+            raise ValueError("\n".join(told))
+        if skips and self.others is not None:
+            self.others, _ = self.others.split([problem.row for problem in self._found[-1][1]])
 
     def write_bad_rows(self) -> None:
-        """Names the rows that [`check`] has left out in the folder of the run."""
+        """Names the bad rows that [`check`] has found in the folder of the run."""
         file = self.bad_rows()
-        if not self.streams:
-            file.path.unlink(missing_ok=True)  # a run that is resumed has checked all rows again
         for rows, problems in self._found:
             for problem in problems:
                 file.add(rows, problem)
 
-    def _hold_out(self, share: float) -> None:
-        self.rows, self.others = hold_out(self.rows, share, self.options.seed)
+
+def _some(rows: Rows, count: int) -> Sequence[int]:
+    """Indices of rows: all, or as many at random places, as data may repeat at equal distances."""
+    return range(len(rows)) if len(rows) <= count else sorted(random.Random(0).sample(range(len(rows)), count))
+
+
+def digest_of_pictures(rows: Rows) -> str:
+    """Changes if a picture of the rows changes. Reads all of them."""
+    digest = hashlib.sha256()
+    for index in range(len(rows)):
+        try:
+            parts = picture_parts(rows.read(index))
+        except (TypeError, ValueError):
+            continue
+        for picture in map(picture_of, parts):
+            if isinstance(picture, bytes) or os.path.isfile(picture):
+                digest.update(digest_of(picture).encode())
+    return digest.hexdigest()
 
 
 def _name_of(part: dict[str, Any]) -> str:

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..data.order import WITHOUT_BAD
 from ..utils.whole_folder import replace_file
 from .complete_checkpoints import STATE, find_checkpoints
 from .launch import is_first_process, num_processes, say
-from .training_options import option_of
+from .training_options import STOP, option_of
 
 
 OPTIONS_FILE = "training.json"
@@ -31,6 +32,8 @@ def check_resumed(output: Path, saved: dict[str, Any]) -> dict[str, Any]:
     before = json.loads(file.read_text())
     if before.get("complete"):
         raise ValueError(f"`--resume`: the run in {output} is complete, so there is nothing to resume.")
+    if before.get("order") == WITHOUT_BAD and (before.get("bad_rows") == STOP or before["stream"]):
+        before["order"] = saved["order"]  # none was left out
     if before.get("order") != saved["order"]:
         raise ValueError(
             f"`--resume`: expected a run that reads rows in the order of this version of hf_xattn ({saved['order']}), "

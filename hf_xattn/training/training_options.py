@@ -17,7 +17,8 @@ NONE = "none"  # value of `--align`
 TEXT_SHARE = 0.15
 # Options that do not change the result. They may be different in a resumed run.
 FREE_OPTIONS = (
-    "output", "device", "workers", "log_steps", "adapter_only", "trust_remote_code", "report_to", "bad_rows_limit"
+    "output", "device", "workers", "log_steps", "adapter_only", "trust_remote_code", "report_to", "bad_rows",
+    "bad_rows_limit"
 )  # fmt: skip
 
 
@@ -81,7 +82,7 @@ class TrainingOptions:
     seed: int = _option(0, "of the order of the examples and of dropout", least=0)
     stream: bool = _option(
         False,
-        "read the rows to train on as they come, without a check before the run; by itself above 20,000 rows",
+        "begin without a check of some rows to train on; each row is checked when it is read",
         bool,
     )
     bad_rows: str = _option(

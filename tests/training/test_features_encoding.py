@@ -290,7 +290,7 @@ def test_unreadable_pictures(model, tmp_path, capsys):
     assert len(tensors(tmp_path / "features")) == 4
     write_examples(data, [*lines, {"file_name": "gone.png", "text": "a"}, "[]"])
     status, _, error = run(capsys, *encode(model, data, tmp_path / "features"))
-    assert status == 2 and "2 line(s)" in error and "'gone.png' does not exist" in error
+    assert status == 2 and "3 picture(s) cannot be read" in error and "gone.png" in error
 
 
 def test_options_of_encode(model, data, tmp_path, capsys):

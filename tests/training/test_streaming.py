@@ -17,9 +17,11 @@ from helpers.models.template_models import save_chat_model
 from helpers.processes import killed_runs
 from helpers.processes.command_runs import run_training
 from helpers.processes.warm_processes import KILLED, call, run_ranks
+from hf_xattn.data.order import WITHOUT_BAD
 from hf_xattn.training import run_data
 from hf_xattn.training.bad_rows import BAD_ROWS_FILE
 from hf_xattn.training.picture_use import MOST_ROWS
+from hf_xattn.training.run_folder import OPTIONS_FILE
 
 
 FAST = "--learning-rate 0.01 --log-steps 1 --device cpu".split()
@@ -149,13 +151,38 @@ def test_a_row_group_that_cannot_be_read(model, sources, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_many_rows_are_streamed(model, tmp_path, capsys, monkeypatch):
-    """Minutes in which all rows are checked, before anything is said."""
+def test_some_rows_are_checked(model, tmp_path, capsys, monkeypatch):
+    """Minutes in which all rows are checked, before anything is said; a table of bad rows, of which a run reads one."""
+    monkeypatch.setattr(run_data, "CHECKED", 8)
     data = write_examples(tmp_path / "data", lines(30, BROKEN))
-    monkeypatch.setattr(run_data, "STREAM_ROWS", 20)
-    options = ["--data", data, "--steps", "1", "--batch-size", "1", "--seed", "3"]
-    status, out, error = run_training(capsys, model, *options, "--output", tmp_path / "out", *FAST[:4])
+    some = {index: BROKEN[3] for index in range(0, 30, 2)}
+    spoilt = write_examples(tmp_path / "spoilt", lines(30, some))
+    options = ["--steps", "1", "--batch-size", "1", "--seed", "3", *FAST[:4]]
+    status, out, error = run_training(capsys, model, "--data", data, *options, "--output", tmp_path / "out")
     assert status == 0 and "30 examples to train on, 0 to evaluate on, read as they come" in out, error
+    status, _, error = run_training(capsys, model, "--data", spoilt, *options, "--output", tmp_path / "none")
+    assert status == 2 and "'gone.png' does not exist" in error and "Of 30 rows, 8 were checked." in error
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("begun", ["now", "before"])
+def test_a_bad_row_is_left_out_of_a_resumed_run(begun, model, tmp_path, capsys):
+    """A run that can only start anew after a bad row; one of an earlier version, which read rows in another order."""
+    data = write_examples(tmp_path / "data", lines(12, {10: BROKEN[10]}))
+    options = ["--data", data, "--stream", "--batch-size", "1", "--epochs", "1", "--save-steps", "1", *FAST[:4]]
+    folder = ["--output", tmp_path / "out"]
+    status, _, error = run_training(capsys, model, *options, *folder)
+    assert status == 2 and "line 11: the field 'answer' is missing" in error and "continue with `--resume`" in error
+    skip = ["--bad-rows", "skip", "--bad-rows-limit", "0.1", "--resume"]
+    file = tmp_path / "out" / OPTIONS_FILE
+    if begun == "before":
+        saved = {**json.loads(file.read_text()), "order": WITHOUT_BAD}
+        file.write_text(json.dumps({**saved, "stream": False, "bad_rows": "skip"}))
+        status, _, error = run_training(capsys, model, *options, *folder, *skip)
+        assert status == 2 and "which another version began" in error
+        file.write_text(json.dumps(saved))
+    status, out, error = run_training(capsys, model, *options, *folder, *skip)
+    assert status == 0 and "Continuing from" in out and "1 bad row(s) were left out" in out, error
 
 
 def test_what_a_stream_lacks(model, tmp_path, capsys):
@@ -176,12 +203,12 @@ def test_held_out_rows_of_a_stream(model, sources, tmp_path, capsys):
     assert status == 0 and "18 examples to train on, 6 to evaluate on" in out and "evaluation loss" in out, error
 
 
-@pytest.mark.parametrize("most", [20_000, 3])
+@pytest.mark.parametrize("most", [100, 4])
 def test_bad_rows_of_an_evaluation(most, model, tmp_path, capsys, monkeypatch):
     """A row that counts twice in the evaluation loss, in place of a bad one; a run that ends at its first evaluation,
     after the training.
     """
-    monkeypatch.setattr(run_data, "STREAM_ROWS", most)
+    monkeypatch.setattr(run_data, "CHECKED", most)
     data = write_examples(tmp_path / "data", lines(8, {}))
     another = {2: {"file_name": "red.png", "question": "how many ?", "answer": "There are 7 of them."}}
     others = write_examples(tmp_path / "others", lines(4, another | {1: BROKEN[3]}))

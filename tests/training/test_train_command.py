@@ -20,7 +20,7 @@ from hf_xattn.commands.main import main
 from hf_xattn.data.forms import FORMS
 from hf_xattn.data.loading import load_rows
 from hf_xattn.data.rows import ROLES
-from hf_xattn.training.bad_rows import digest_of_pictures
+from hf_xattn.training.run_data import digest_of_pictures
 from hf_xattn.training.run_folder import OPTIONS_FILE
 from hf_xattn.utils.projection import multiplies_natively
 
