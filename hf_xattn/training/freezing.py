@@ -55,7 +55,7 @@ def freeze(
         The model.
 
     Raises:
-        TypeError: for a model without blocks, or a wrapper around one; for an argument of a wrong type or name.
+        TypeError: for a model without blocks, or a wrapper around one; for an unknown argument.
         ValueError: for quantized weights that shall train, a pattern that no name matches, or PEFT's adapters. The
             model is not changed then.
     """
@@ -70,7 +70,7 @@ def freeze(
     return model
 
 
-def _choose(model: Any, names: Any, **frozen: bool) -> dict[str, bool]:
+def _choose(model: Any, names: Mapping[str, bool] | None, **frozen: bool) -> dict[str, bool]:
     """Returns for each parameter name whether it trains after `freeze`. Changes nothing."""
     body = body_of(model)
     if any("base_layer" in each._modules or "original_module" in each._modules for each in body.modules()):
@@ -78,15 +78,11 @@ def _choose(model: Any, names: Any, **frozen: bool) -> dict[str, bool]:
             "Expected `model` without PEFT's adapters, got adapters inside it: PEFT decides what trains. Call `freeze` "
             "before `get_peft_model`, and pass `modules_to_save=added_modules(model)`."
         )
-    patterns = _checked(names)
-    for part, flag in frozen.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"`{part}` must be True or False, got {flag!r}.")
     weights = list(model.named_parameters(remove_duplicate=False))  # a tied weight goes by all its names
     prefix = "" if body is model else "model."
     parts = {name: part_of(name.removeprefix(prefix)) for name, _ in weights}
     trains = {id(weight): not frozen[parts[name]] for name, weight in reversed(weights)}
-    for pattern, stays in patterns.items():
+    for pattern, stays in (names or {}).items():
         matched = [weight for name, weight in weights if fnmatchcase(name, pattern)]
         if not matched:
             raise ValueError(f"`names`: expected patterns of parameter names, got {pattern!r}, which none matches.")
@@ -149,17 +145,6 @@ def training_table(model: Any) -> str:
     )
 
 
-def _checked(names: Any) -> dict[str, bool]:
-    if names is None:
-        return {}
-    if not isinstance(names, Mapping) or not all(isinstance(pattern, str) for pattern in names):
-        raise TypeError(f"`names` must be a dict of patterns such as {{'*.lm_head.*': False}}, or None, got {names!r}.")
-    for pattern, frozen in names.items():
-        if not isinstance(frozen, bool):
-            raise TypeError(f"`names`: expected True (freeze) or False (train) for {pattern!r}, got {frozen!r}.")
-    return dict(names)
-
-
 def _called(part: str, name: str, model: Any) -> str:
     if part == "blocks":
         weight = model.get_parameter(name)
@@ -200,9 +185,6 @@ def lora_targets(
     body = body_of(model)
     if where not in PLACES:
         raise ValueError(f"`where` must be one of {list(PLACES)}, got {where!r}.")
-    is_list = isinstance(projections, (list, tuple, set)) and all(isinstance(name, str) for name in projections)
-    if projections is not None and not is_list:
-        raise ValueError(f"`projections` must be a list of names such as ['q_proj'] or None, got {projections!r}.")
     root: nn.Module | None = body.vision_tower if where == "vision" else find_decoder(body.text_model)[1]
     if root is None:
         raise ValueError("`where='vision'` needs a model with a vision tower, got one without.")

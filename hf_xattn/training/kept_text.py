@@ -17,13 +17,16 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from tqdm.auto import tqdm
 
+from ..data.forms import CAPTION_PROMPT
+from ..data.loading import Rows
 from ..data.sources import Source
+from ..evaluation.evaluation import Asker
+from ..evaluation.questions import Question
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
 from ..utils.whole_folder import replace_file
-from .answer_spans import ends_of_turns
+from .bad_rows import find_problems
 from .distillation import DistillingCollator
 from .launch import is_first_process, say
 
@@ -146,61 +149,27 @@ def _answers(
     model: XAttnForConditionalGeneration, processor: XAttnProcessor, prompts: Sequence[str], device: torch.device
 ) -> list[str]:
     """The greedy answers without a picture. The model is then where it was."""
-    home, training = model.device, model.training
+    home = model.device
+    asked = [Question([{"role": "user", "content": prompt}], answer="") for prompt in prompts]
     try:
         if home.type == "cpu":  # quantized weights are on their device
             model.to(device)  # type: ignore[arg-type]
-        return _generated(model.eval(), processor, prompts)
+        return [answer.strip() for answer in Asker(model, processor, BATCH, MAX_NEW_TOKENS)("Answering", asked)]
     finally:
-        model.train(training)
         if home.type == "cpu":
             model.to(home)  # type: ignore[arg-type]
 
 
-@torch.no_grad()
-def _generated(model: Any, processor: XAttnProcessor, prompts: Sequence[str]) -> list[str]:
-    found: list[str] = []
-    ends = ends_of_turns(model.generation_config, processor)
-    # A fresh model's configuration may lack the token that ends a turn, and the answer would go on as the user.
-    ending = {"eos_token_id": ends or None, "pad_token_id": processor.tokenizer.pad_token_id}
-    sampling = dict.fromkeys(("temperature", "top_p", "top_k"))  # a warning for each that greedy search does not read
-    for start in tqdm(range(0, len(prompts), BATCH), "Answering text prompts", leave=False):
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts[start : start + BATCH]]
-        inputs: Any = processor.apply_chat_template(
-            chats,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs={"padding": True},
-        )
-        inputs = inputs.to(model.device)
-        said = model.generate(
-            **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, num_beams=1, **ending, **sampling
-        )
-        answers = processor.batch_decode(said[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        found += [answer.strip() for answer in answers]
-    return found
-
-
-def _fitting(
-    rows: Sequence[TextRow], collate: DistillingCollator, picture: Any
-) -> tuple[list[TextRow], ValueError | TypeError | None]:
+def _fitting(rows: Sequence[TextRow], collate: DistillingCollator, picture: Any) -> tuple[list[TextRow], str | None]:
     """The rows that can be trained on beside a picture, and what is wrong with the first of the others."""
     if picture is None:
         return list(rows), None
-    kept: list[TextRow] = []
-    first: ValueError | TypeError | None = None
-    for start in range(0, len(rows), BATCH):
-        batch = rows[start : start + BATCH]
-        try:
-            collate(batch, [picture] * len(batch))
-            kept += batch
-        except (TypeError, ValueError):
-            for row in batch:
-                try:
-                    collate([row], [picture])
-                    kept.append(row)
-                except (TypeError, ValueError) as error:
-                    first = first or error
-    return kept, first
+
+    def beside(read: list[TextRow]) -> Any:
+        return collate(read, [picture] * len(read))
+
+    held = Rows([source_of(rows, Path(), 1.0)], CAPTION_PROMPT)
+    problems, _ = find_problems(held, range(len(held)), beside, beside)
+    bad = {problem.row for problem in problems}
+    kept = [row for index, row in enumerate(rows) if index not in bad]
+    return kept, problems[0].reason if problems else None

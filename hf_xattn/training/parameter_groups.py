@@ -9,7 +9,7 @@ from torch import nn
 
 from ..decoders.insertion import PARTS
 from ..learning.activation_wrappers import WRAPPED, unwrapped
-from ..learning.lost_updates import HALF, warn_of_lost_updates
+from ..learning.lost_updates import HALF
 from ..learning.sharding import names_of_units
 from ..utils.quantized_weights import is_quantized
 from .freezing import body_of, part_weights
@@ -26,8 +26,6 @@ def parameter_groups(
 
     Gates, norms and biases get no weight decay. A gate that decays closes the block; norms decay towards zero, not
     towards one.
-
-    Warns if a learning rate is too small to move weights in half precision (see `learning/lost_updates.py`).
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper: adapters of
@@ -73,14 +71,6 @@ def parameter_groups(
     missing = sorted({part for (part, *_), weights in groups.items() if weights} - rates.keys(), key=PARTS.index)
     if missing:
         raise ValueError(f"`learning_rate`: expected a rate for each part that trains, got none for {missing}.")
-    for slow, share in ((False, 1.0), (True, started_rate)):
-        warn_of_lost_updates(
-            {
-                part: (groups[part, True, slow] + groups[part, False, slow], rates[part] * share)
-                for part in PARTS
-                if part in rates
-            }
-        )
     made = []
     for (part, decay, slow), weights in groups.items():
         factor, name = (decays.get(part, 0.0), part) if decay else (0.0, f"{part}, no decay")

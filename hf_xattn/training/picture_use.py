@@ -16,7 +16,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.utils import logging
 
 from ..decoders.loss import IGNORED
-from ..utils.tensor_checks import type_name
 from .freezing import body_of
 
 
@@ -171,10 +170,6 @@ class PictureUseCallback(TrainerCallback):
         batch_size: int = 8,
         most_rows: int = MOST_ROWS,
     ):
-        if isinstance(rows, (str, bytes)) or not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")):
-            raise TypeError(f"Expected `rows` to be a sequence of rows, got {type_name(rows)}.")
-        if not callable(collate):
-            raise TypeError(f"Expected `collate` to make a batch of rows, got {type_name(collate)}.")
         if batch_size < 2:
             raise ValueError(
                 f"Expected `batch_size` of at least 2, because a row gets the picture of another one, got {batch_size}."

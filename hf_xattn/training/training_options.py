@@ -22,14 +22,21 @@ FREE_OPTIONS = (
 )  # fmt: skip
 
 
-def _option(default: Any, told: str, kind: Any = int, least: float | None = None, **more: Any) -> Any:
-    """A field with what the command line says of it. `least`: the lowest number. `more`: of `add_argument`."""
+def _option(
+    default: Any,
+    told: str,
+    kind: Any = int,
+    least: float | None = None,
+    above: float | None = None,
+    below: float = math.inf,
+    **more: Any,
+) -> Any:
+    """A field with what the command line says of it. Its number has the bounds. `more`: of `add_argument`."""
     more = {"metavar": "X" if kind is float else "N", **more} if kind in (int, float) else more
     shown = "" if default is None or kind not in (int, float) else f" (default: {default})"
     given = {"action": "store_true"} if kind is bool else {"type": kind}
-    return dataclasses.field(
-        default=default, metadata={"least": least, "argument": {"help": told + shown, **given, **more}}
-    )
+    bounds = {"least": least, "above": above, "below": below}
+    return dataclasses.field(default=default, metadata={**bounds, "argument": {"help": told + shown, **given, **more}})
 
 
 @dataclasses.dataclass
@@ -43,7 +50,7 @@ class TrainingOptions:
         None, "where names of pictures begin (default: the folder of the source)", Path, metavar="FOLDER"
     )
     prompt: str | None = _option(None, "the question for pictures that have only a caption", str, metavar="TEXT")
-    epochs: float = _option(1.0, "times to go through the data", float, metavar="N", group="length")
+    epochs: float = _option(1.0, "times to go through the data", float, above=0, metavar="N", group="length")
     steps: int | None = _option(None, "optimizer steps, instead of --epochs", least=1, group="length")
     batch_size: int = _option(8, "examples per forward pass of each process", least=1)
     gradient_accumulation: int = _option(1, "forward passes per optimizer step", least=1)
@@ -52,12 +59,14 @@ class TrainingOptions:
         "highest learning rate (default: 0.003 for a fresh model that is started by words, 0.001 for another fresh "
         "one, 0.0001 for a trained one)",
         float,
+        above=0,
     )
     started_rate: float | None = _option(
         None,
         "share of it for all weights that do not start at zero, so that what was started by words is kept while the "
         "output projections of the blocks learn (default: 0.03 for a model that is started by words, 1 for others)",
         float,
+        above=0,
     )
     align: str | None = _option(
         None,
@@ -66,11 +75,11 @@ class TrainingOptions:
         str,
         metavar="SOURCE",
     )
-    warmup: float = _option(0.05, "share of the steps in which the learning rate rises", float)
+    warmup: float = _option(0.05, "share of the steps in which the learning rate rises", float, 0, below=1)
     weight_decay: float = _option(0.0, "of AdamW, on matrices", float, least=0)
     max_length: int | None = _option(None, "cut texts to N tokens", least=1)
     eval_share: float | None = _option(
-        None, "share of the examples to evaluate on, such as 0.1", float, group="evaluation"
+        None, "share of the examples to evaluate on, such as 0.1", float, above=0, below=1, group="evaluation"
     )
     eval_data: str | None = _option(
         None, "examples to evaluate on, as of --data", str, metavar="SOURCE", group="evaluation"
@@ -92,7 +101,7 @@ class TrainingOptions:
         str,
         choices=(STOP, SKIP),
     )
-    bad_rows_limit: float = _option(0.01, "share of all rows that may be left out", float)
+    bad_rows_limit: float = _option(0.01, "share of all rows that may be left out", float, 0, below=1)
     report_to: list[str] | None = _option(
         None,
         "where `Trainer` sends its log, such as tensorboard or wandb; several may follow (default: nowhere)",
@@ -108,6 +117,8 @@ class TrainingOptions:
         "those of the text model alone, so that it keeps its text ability beside a picture. 0: none (default: "
         f"{TEXT_SHARE}, and 0 with --train-text)",
         float,
+        least=0,
+        below=1,
     )
     text_prompts: Path | None = _option(
         None,
@@ -120,6 +131,7 @@ class TrainingOptions:
         "show rows without a picture beside one of another row, and keep their answers those of the text model alone: "
         "WEIGHT times the KL divergence is added to the loss (default: 1 with a --text-share)",
         float,
+        above=0,
         metavar="WEIGHT",
     )
     features: Path | None = _option(
@@ -146,18 +158,14 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            least, number = field.metadata.get("least"), getattr(self, field.name)
-            if least is not None and number is not None and not least <= number < math.inf:
-                raise ValueError(f"{option_of(field.name)} must be at least {least}, got {number}.")
-        for name in ("epochs", "learning_rate", "started_rate", "distill_text"):
-            number = getattr(self, name)
-            if number is not None and not (number > 0 and math.isfinite(number)):
-                raise ValueError(f"{option_of(name)} must be above 0, got {number}.")
-        shares = dict.fromkeys(("warmup", "bad_rows_limit", "text_share"), (0.0, "at least 0"))
-        for name, (low, above) in {**shares, "eval_share": (1e-9, "above 0")}.items():
-            share = getattr(self, name)
-            if share is not None and not low <= share < 1:
-                raise ValueError(f"{option_of(name)} must be a share, {above} and below 1, got {share}.")
+            least, above, below = (field.metadata.get(name) for name in ("least", "above", "below"))
+            number = getattr(self, field.name)
+            if number is None or (least is None and above is None):
+                continue
+            if not ((number >= least if above is None else number > above) and number < below):
+                bound = f"at least {least}" if above is None else f"above {above}"
+                bound += "" if below == math.inf else f" and below {below}"
+                raise ValueError(f"{option_of(field.name)} must be {bound}, got {number}.")
         if self.eval_steps is not None and self.eval_data is None and self.eval_share is None:
             raise ValueError(
                 f"Expected `--eval-data` or `--eval-share` with `--eval-steps {self.eval_steps}`, got neither. Add "
@@ -181,11 +189,6 @@ class TrainingOptions:
             )
         if self.features is not None and self.train_vision:
             raise ValueError("Expected `--features` or `--train-vision`, got both: features are of a frozen tower.")
-        if self.prompt is not None and not self.prompt.strip():
-            raise ValueError("`--prompt` must be a text that is not empty.")
-
-        if self.bad_rows not in (STOP, SKIP):
-            raise ValueError(f"`--bad-rows` must be one of {[STOP, SKIP]}, got {self.bad_rows!r}.")
 
     @property
     def share_of_text(self) -> float:

@@ -16,6 +16,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from ..checkpoints.adapters import check_bases
 from ..checkpoints.model_card import write_model_card
 from ..modeling_xattn import XAttnForConditionalGeneration
+from ..processing.chat_templates import check_template
 from ..processing_xattn import XAttnProcessor
 from ..utils.projection import multiplies_natively
 from ..utils.quantized_weights import check_trainable
@@ -70,6 +71,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
 
     set_seed(options.seed)
     model = _load_model(options, features, **hub)
+    _end_with_the_turn(model, processor)
     half = model.dtype == torch.bfloat16
     dtypes = _prepare(model, options)
     if is_first_process():
@@ -307,13 +309,7 @@ def _processor(name: str, **hub: Any) -> XAttnProcessor:
         token = None if marker is None else processor.tokenizer.convert_ids_to_tokens(marker)
         template = processor.chat_template or processor.tokenizer.chat_template
         processor = XAttnProcessor(processor.image_processor, processor.tokenizer, template, image_token=token)
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    try:
-        processor.apply_chat_template(chat, tokenize=False)
-    except Exception as error:
-        raise ValueError(
-            f"{name} has no chat template that works: {error} Set `processor.chat_template`, save the processor again."
-        ) from error
+    check_template(processor)
     return processor
 
 
@@ -400,7 +396,6 @@ def _save(
         dtype = dtypes.get(name.replace(f"{WRAPPED}.", ""))
         if dtype is not None:
             parameter.data = parameter.data.to(dtype)
-    _end_with_the_turn(model, processor)
     if is_first_process():
         processor.save_pretrained(options.output)
     model.save_pretrained(

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 from helpers.models.saved_models import make_base, make_vision
 from helpers.models.tiny_models import make_model, pixels, token_ids
 from helpers.references.gradient_checks import checkpoint_activations, without_dropout
-from hf_xattn import freeze, parameter_groups, retrofit, train_in_float32
+from hf_xattn import freeze, retrofit, train_in_float32
 from hf_xattn.learning import lost_updates
 
 
@@ -187,38 +187,6 @@ def test_what_is_not_told(told):
     half.train()
     half.model.train()
     assert told.text.count("train_in_float32") == 1
-
-
-def test_groups_tell_what_a_learning_rate_moves(told):
-    """A rate that is too small for the weights, found out after the run."""
-    model = freeze(make_model(vision=False, dtype=torch.bfloat16))
-    parameter_groups(model, 1e-1)
-    parameter_groups(model, 0.0)
-    parameter_groups(train_in_float32(freeze(make_model(dtype=torch.bfloat16))), 1e-8)
-    assert not told.text
-    parameter_groups(model, 1e-6)
-    count = sum(w.numel() for name, w in learning(model).items() if not is_wide(name))
-    assert f"learning rate of 1e-06 leaves 100% of the {count:,} values of `blocks` in bfloat16" in told.text
-    told.clear()
-    freeze(model, text=False)
-    parameter_groups(model, {"blocks": 1e-1, "text": 3e-5})
-    assert "values of `text` in bfloat16" in told.text and "`blocks`" not in told.text
-    told.clear()
-    parameter_groups(freeze(model, blocks=False), {"blocks": 1e-6, "text": 1e-6}, include_frozen=True)
-    assert "values of `text`" in told.text and "values of `blocks`" in told.text
-
-
-def test_share_lost_is_measured():
-    """A share that is not what an optimizer leaves as it is."""
-    weight = torch.nn.Parameter((torch.randn(4000, generator=torch.Generator().manual_seed(1)) * 0.02).bfloat16())
-    for rate in (1e-6, 1e-5, 3e-5, 1e-4):
-        before = weight.detach().clone()
-        weight.grad = torch.randn(4000, generator=torch.Generator().manual_seed(2)).bfloat16()
-        moved = torch.nn.Parameter(weight.detach().clone())
-        moved.grad = weight.grad
-        torch.optim.AdamW([moved], lr=rate, weight_decay=0.0).step()
-        stood = (moved.detach() == before).float().mean().item()
-        assert abs(lost_updates.share_lost(weight, rate) - stood) < 0.05, rate
 
 
 def narrow_folder(tmp_path, kind):

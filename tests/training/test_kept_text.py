@@ -179,7 +179,7 @@ def test_resumed(model, desk, tmp_path, capsys, monkeypatch):
         def stop(*_):
             raise KeyboardInterrupt
 
-        patch.setattr(kept_text, "_generated", stop)
+        patch.setattr(kept_text, "_answers", stop)
         with pytest.raises(SystemExit):
             run_training(capsys, *options, "--output", out)
     assert not (out / KEPT_TEXT_FILE).exists()
@@ -193,7 +193,7 @@ def test_resumed(model, desk, tmp_path, capsys, monkeypatch):
     interrupted(capsys, monkeypatch, 5, *options, "--output", out, "--resume")  # answers once more
     assert (out / KEPT_TEXT_FILE).read_text() == before
     with monkeypatch.context() as patch:
-        patch.setattr(kept_text, "_generated", None)  # not a third time
+        patch.setattr(kept_text, "_answers", None)  # not a third time
         status, printed, error = run_training(capsys, *options, "--output", out, "--resume")
     assert status == 0 and "checkpoint-4" in printed and "5 text prompts with answers" in printed, error
     assert same(out, whole) and not same(out, model)
@@ -285,7 +285,7 @@ def test_empty_answers(model, desk, tmp_path, capsys, monkeypatch):
     reads, where no rows are held out.
     """
     seen = watch(monkeypatch)
-    monkeypatch.setattr(kept_text, "_generated", lambda *_: ["", "a", "", "b", ""])
+    monkeypatch.setattr(kept_text, "_answers", lambda *_: ["", "a", "", "b", ""])
     status, out, error = run_training(capsys, *given(model, desk, "--steps", "1"), "--output", tmp_path / "out")
     assert status == 0 and "2 of 5 text prompts have an answer" in out and "left out" not in out, error
     assert [row["messages"][1]["content"] for row in kept(tmp_path / "out")] == ["a", "b"]
@@ -294,7 +294,7 @@ def test_empty_answers(model, desk, tmp_path, capsys, monkeypatch):
 
 def test_a_model_that_does_not_fit(model, desk, tmp_path, capsys, monkeypatch):
     """A model that trains in shards, and is lost because no GPU holds all of it."""
-    answers, calls = kept_text._generated, []
+    answers, calls = kept_text._answers, []
 
     def full(*given):
         calls.append(1)
@@ -302,7 +302,7 @@ def test_a_model_that_does_not_fit(model, desk, tmp_path, capsys, monkeypatch):
             raise torch.OutOfMemoryError
         return answers(*given)
 
-    monkeypatch.setattr(kept_text, "_generated", full)
+    monkeypatch.setattr(kept_text, "_answers", full)
     status, out, error = run_training(capsys, *given(model, desk, "--steps", "1"), "--output", tmp_path / "out")
     assert status == 0 and "it answers on the CPU" in out and len(kept(tmp_path / "out")) == 5, error
 
@@ -313,9 +313,9 @@ def test_refused(model, desk, tmp_path, capsys):
     prompts.write_text("\n  \n")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfea\n")
     for more, told in (
-        (["--text-share", "1"], "`--text-share` must be a share, at least 0 and below 1, got 1.0"),
-        (["--text-share", "-0.1"], "`--text-share` must be a share"),
-        (["--text-share", "nan"], "`--text-share` must be a share"),
+        (["--text-share", "1"], "`--text-share` must be at least 0 and below 1, got 1.0"),
+        (["--text-share", "-0.1"], "`--text-share` must be at least 0 and below 1"),
+        (["--text-share", "nan"], "`--text-share` must be at least 0 and below 1"),
         (["--text-share", "0.1", "--train-text"], "`--text-share` or `--train-text`, got both"),
         (["--text-prompts", prompts, "--train-text"], "`--text-prompts` or `--train-text`, got both"),
         (["--text-prompts", prompts, "--text-share", "0"], "`--text-share` above 0 with `--text-prompts`"),

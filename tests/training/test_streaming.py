@@ -155,7 +155,7 @@ def test_some_rows_are_checked(model, tmp_path, capsys, monkeypatch):
     """Minutes in which all rows are checked, before anything is said; a table of bad rows, of which a run reads one."""
     monkeypatch.setattr(run_data, "CHECKED", 8)
     data = write_examples(tmp_path / "data", lines(30, BROKEN))
-    some = {index: BROKEN[3] for index in range(0, 30, 2)}
+    some = dict.fromkeys(range(0, 30, 2), BROKEN[3])
     spoilt = write_examples(tmp_path / "spoilt", lines(30, some))
     options = ["--steps", "1", "--batch-size", "1", "--seed", "3", *FAST[:4]]
     status, out, error = run_training(capsys, model, "--data", data, *options, "--output", tmp_path / "out")

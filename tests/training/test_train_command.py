@@ -324,7 +324,7 @@ def test_wrong_options_and_folders(model, tmp_path, capsys):
         ([tmp_path / "refuses", "--data", data, *out], "no chat template that works: roles must alternate"),
         ([model, "--data", data, "--batch-size", "0", *out], "`--batch-size` must be at least 1"),
         ([model, "--data", data, "--learning-rate", "0", *out], "`--learning-rate` must be above 0"),
-        ([model, "--data", data, "--eval-share", "1.5", *out], "`--eval-share` must be a share"),
+        ([model, "--data", data, "--eval-share", "1.5", *out], "`--eval-share` must be above 0 and below 1, got 1.5"),
         ([model, "--data", data, "--eval-share", "1", *out], "above 0 and below 1"),
         ([model, "--data", data, "--warmup", "1", *out], "at least 0 and below 1"),
         ([model, "--data", data, "--eval-steps", "2", *out], "`--eval-data` or `--eval-share` with `--eval-steps 2`"),
