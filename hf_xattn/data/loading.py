@@ -145,14 +145,10 @@ def load_rows(
         prompt (`str`): the question for pictures that have only a caption.
 
     Raises:
-        TypeError: for a source that is no path.
         ValueError: for a source that is none, a file that cannot be read, and no rows.
         ImportError: for a source that needs the extra `data`.
     """
     names = [source] if isinstance(source, (str, Path)) or not isinstance(source, Sequence) else list(source)
-    for name in names:
-        if not isinstance(name, (str, Path)):
-            raise TypeError(f"Expected `source` to be a path, a Hub id or a list of them, got {type(name).__name__}.")
     if not names:
         raise ValueError("Expected `source` to name one source or more, got an empty list.")
     if not isinstance(prompt, str) or not prompt.strip():

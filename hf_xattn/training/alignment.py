@@ -6,7 +6,7 @@ steps if both are near each other before the first one, and if both are compared
 A caption does not say which patch a word belongs to. So the words are regressed first, as numbers: all image tokens of
 a picture have its words, each counted once, without what the pictures have in common. A feature that comes with one
 word more often than with the others is then a sign of that word; what every caption says falls out, and so do words
-that no picture tells (`told_words.py`). Such a regression already tells the patches of a picture apart, so the next one
+that no picture tells ([`ToldWords`]). Such a regression already tells the patches of a picture apart, so the next one
 gives each word to the patches that are most like it, and the rest to none, a few times over: expectation and
 maximisation, as in Brown et al., "The Mathematics of Statistical Machine Translation", 1993 (model 1). A regression
 finds little of a rare word, even in its own patches, as nothing is the safe guess. So each word is made as large as its
@@ -29,13 +29,11 @@ from ..utils.architectures import text_num_hidden_layers
 from ..utils.quantized_weights import check_trainable
 from ..utils.tensor_checks import type_name
 from .alignment_features import Pictures, solved_layer
-from .alignment_rows import CannotAlign, Texts
+from .alignment_words import CannotAlign, Texts, ToldWords, told_apart, word_states
 from .block_start import check_fresh, start_blocks
 from .freezing import body_of
 from .ridge import RidgeSums, with_one
-from .told_words import ToldWords
 from .vision_features import tower_of
-from .word_states import told_apart, word_states
 
 
 SOLVED = ("linear", "mlp", "mlp_2d")  # connectors whose last layer is one of weights alone

@@ -14,7 +14,7 @@ from ..images.vision import run_tower
 from ..parts.tiles import Tiles
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
 from ..utils.projection import to_dtype_of
-from .alignment_rows import grouped
+from .alignment_words import grouped
 from .ridge import with_float64
 
 

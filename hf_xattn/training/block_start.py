@@ -25,9 +25,8 @@ from ..data.rows import read_row, text_of
 from ..layers.block import GatedCrossAttentionBlock
 from ..parts.grid_code import GridCode, code_directions
 from ..utils.architectures import text_num_hidden_layers
-from .alignment_rows import CannotAlign, rendered
+from .alignment_words import WORD, CannotAlign, rendered, states_in_front
 from .ridge import RidgeSums
-from .word_states import WORD, states_in_front
 
 
 MATCH = 32.0  # score of a query and a key in the same direction

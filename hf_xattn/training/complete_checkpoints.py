@@ -15,8 +15,6 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
-from ..utils.checkpoint_files import check_path
-
 
 logger = logging.get_logger(__name__)
 
@@ -46,10 +44,8 @@ def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         with `None`, `Trainer.train` starts from the beginning.
 
     Raises:
-        TypeError: for a `folder` that is no path.
         ValueError: for a `folder` that is a file.
     """
-    check_path("folder", folder)
     if os.path.isfile(folder):
         raise ValueError(f"Expected `folder` to be a folder with checkpoints, got a file: {os.fspath(folder)!r}.")
     found = find_checkpoints(Path(folder))

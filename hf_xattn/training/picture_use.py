@@ -34,6 +34,23 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
+def keeps_logits(text_model: Any) -> bool:
+    """Whether a text model computes logits at some positions alone."""
+    return "logits_to_keep" in inspect.signature(text_model.forward).parameters
+
+
+def at_labels(labels: torch.Tensor, keeps: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The labels of the positions whose logits are computed `(batch, count)`, and what the model needs for that.
+
+    These are positions that predict a label in one of the rows; all, if the model does not keep some (`keeps`).
+    """
+    targets = shifted(labels)
+    places = (targets != IGNORED).any(0).nonzero().flatten()
+    if not keeps or not len(places):
+        return targets, {}
+    return targets[:, places], {"logits_to_keep": places}
+
+
 class PictureUse(NamedTuple):
     """What pictures do to the loss of rows.
 
@@ -143,11 +160,8 @@ def _chosen(batch: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
 def _losses(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of the loss over the labels of each row, and their number, `(rows,)`."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    targets = shifted(batch["labels"])
-    places = (targets != IGNORED).any(0).nonzero().flatten()
-    if "logits_to_keep" in inspect.signature(body_of(model).text_model.forward).parameters:
-        inputs["logits_to_keep"], targets = places, targets[:, places]
-    logits = model(**inputs, use_cache=False, return_dict=True)["logits"].float()
+    targets, kept = at_labels(batch["labels"], keeps_logits(body_of(model).text_model))
+    logits = model(**inputs, **kept, use_cache=False, return_dict=True)["logits"].float()
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
     return loss.sum(1), (targets != IGNORED).sum(1)
 

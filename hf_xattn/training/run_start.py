@@ -16,7 +16,7 @@ from ..checkpoints.model_card import is_fresh
 from ..data.loading import Rows
 from ..utils.quantized_weights import is_quantized
 from .alignment import ConnectorAlignment, align_connector
-from .alignment_rows import CannotAlign
+from .alignment_words import CannotAlign
 from .freezing import body_of
 from .launch import is_first_process, num_processes, say
 from .parameter_groups import starts_at_zero

@@ -15,7 +15,6 @@ it was: it reads the logits at labels alone.
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from typing import Any
@@ -28,7 +27,7 @@ from transformers import Trainer
 from ..decoders.loss import IGNORED
 from .distillation import DISTILLED, TEACHER
 from .parameter_groups import starts_at_zero
-from .picture_use import shifted
+from .picture_use import at_labels, keeps_logits, shifted
 
 
 def check_started_rate(model: nn.Module, started_rate: float) -> None:
@@ -84,7 +83,7 @@ class RunTrainer(Trainer):
         self.distill_text = distill_text
         self._started_rate, self._rows_of_a_step = started_rate, rows_of_a_step
         text_model: Any = self.model.model.text_model  # type: ignore[union-attr]
-        self._keeps = self.args.n_gpu <= 1 and "logits_to_keep" in inspect.signature(text_model.forward).parameters
+        self._keeps = self.args.n_gpu <= 1 and keeps_logits(text_model)
         self._text_kl = torch.zeros(2)  # sum and tokens since the last log
         self._waited, self._since, self._step_then = 0.0, 0.0, 0
 
@@ -122,7 +121,7 @@ class RunTrainer(Trainer):
         if distilled is None:
             return super().compute_loss(model, self._at_labels(inputs), return_outputs, num_items_in_batch)
         weight, chosen = self.distill_text, distilled[:, None]
-        labels, kept = self._labelled(inputs.pop("labels"))
+        labels, kept = at_labels(inputs.pop("labels"), self._keeps)
         answers = labels.masked_fill(~chosen, IGNORED)
         inputs |= {"shift_labels": labels.masked_fill(chosen, IGNORED), **kept}
 
@@ -139,17 +138,9 @@ class RunTrainer(Trainer):
         student: Any = with_text
         return super().compute_loss(student, inputs, return_outputs, num_items_in_batch)
 
-    def _labelled(self, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The labels of the positions whose logits are computed `(batch, count)`, and what the model needs for that."""
-        targets = shifted(labels)
-        places = (targets != IGNORED).any(0).nonzero().flatten()
-        if not self._keeps or not len(places):
-            return targets, {}
-        return targets[:, places], {"logits_to_keep": places}
-
     def _at_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs for the logits of positions that predict a label in one of the rows, and of no others."""
-        labels, kept = self._labelled(inputs["labels"]) if "labels" in inputs else (None, None)
+        labels, kept = at_labels(inputs["labels"], self._keeps) if "labels" in inputs else (None, None)
         if not kept:
             return inputs
         others = {name: value for name, value in inputs.items() if name != "labels"}

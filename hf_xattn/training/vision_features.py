@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +22,11 @@ from tqdm.auto import tqdm
 
 from ..checkpoints.model_identity import tower_identity
 from ..data.loading import Rows
-from ..data.pictures import digest_of, path_of, picture_of, picture_parts
+from ..data.pictures import digest_of, picture_of, picture_parts
 from ..images.vision import run_tower
 from ..parts.tiles import Tiles
 from ..processing.samples import lay_out
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
-from ..utils.checkpoint_files import check_path
 from ..utils.tensor_checks import type_name
 from ..utils.whole_folder import replace_file
 from .freezing import body_of
@@ -111,7 +109,7 @@ class VisionFeatures:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model to train, before it is sharded.
 
     Raises:
-        TypeError: for a folder that is no path, or a model without blocks.
+        TypeError: for a model without blocks.
         ValueError: for a folder without features, with damaged files, or whose features another tower has made: another
             configuration, other weights or another dtype.
     """
@@ -129,7 +127,6 @@ class VisionFeatures:
         return features
 
     def _read(self, folder: str | Path) -> None:
-        check_path("folder", folder)
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise ValueError(f"Expected `folder` to be a folder with vision features, got {folder}, which is none.")
@@ -209,14 +206,14 @@ class VisionFeatures:
 
     def _digest_of(self, image: Any) -> str:
         """The SHA-256 of a picture's file."""
-        expected = "Expected the images of the rows to be files, because `features` are found by the files' content"
-        if not isinstance(image, (str, Path, bytes)):
-            raise TypeError(f"{expected}, got {type_name(image)}. Write paths into the rows.")
-        shown = "in the row" if isinstance(image, bytes) else str(path_of(image))
-        if not isinstance(image, bytes) and not os.path.isfile(shown):  # unlike `Path.is_file`, of texts of any length
-            text = str(image) if len(str(image)) <= 80 else str(image)[:80] + "..."
-            raise ValueError(f"{expected}, got {text!r}, which is no file.")
-        digest = digest_of(image)
+        shown = "in the row" if isinstance(image, bytes) else f"{image!s:.80}"
+        try:
+            digest = digest_of(image)
+        except (OSError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"Expected the images of the rows to be files, because `features` are found by the files' content, got "
+                f"{type_name(image)} {shown!r}: {error:.80}"
+            ) from error
         if digest not in self._shards:
             raise ValueError(
                 f"{self.folder} holds no features of the picture {shown}. Run `hf-xattn encode-features` again with "

@@ -272,8 +272,8 @@ def test_pictures_without_features(model, features, tmp_path, capsys):
         collator(rows[1:2])
     for image, words in (
         (draw("red"), "to be files.*got PIL.Image.Image"),
-        ("https://a.b/c.png", "got 'https://a.b/c.png', which is no file"),
-        ("A" * 5000, "got 'AAAA"),
+        ("https://a.b/c.png", "got str 'https://a.b/c.png'"),
+        ("A" * 5000, "got str 'AAAA"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             collator([{"images": [image], "messages": [{"role": "user", "content": "a"}, CHAT[1]]}])
