@@ -82,7 +82,7 @@ def pictures_a_second(folder: Path, size: int, workers: int) -> dict[str, float]
     prepared = in_processes(functools.partial(prepare, processor.image_processor), files, workers)
     collate = hf_xattn.XAttnDataCollator(processor, train_on="all")
     places = Places(Shuffled(rows, len(rows)))
-    loader = DataLoader(places, BATCH, num_workers=workers, collate_fn=RowReader(collate, collate, None))
+    loader = DataLoader(places, BATCH, num_workers=workers, collate_fn=RowReader(collate, None))
     batches = iter(loader)
     next(batches)  # the workers have started
     start = time.perf_counter()

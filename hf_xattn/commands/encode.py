@@ -69,13 +69,9 @@ def register_encode_features(commands: argparse._SubParsersAction) -> None:
 def _encode_features(arguments: argparse.Namespace) -> None:
     output: Path = arguments.output
     from ..data.loading import load_rows_once
-    from ..training.bad_rows import list_problems, read_problems
-    from ..training.run_data import STREAM_ROWS
 
     device = device_of(arguments.device)
     rows = load_rows_once("--data", arguments.data, arguments.pictures)
-    if len(rows) <= STREAM_ROWS and (found := read_problems(rows)):
-        raise ValueError(list_problems(rows, found))
     hub = hub_options(arguments)
     check_model(arguments.model, **hub)
     processor = load_processor(arguments.model, **hub)

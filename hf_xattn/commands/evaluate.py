@@ -90,7 +90,7 @@ def questions_of_data(arguments: argparse.Namespace) -> list[Question]:
 
     rows = load_rows_once("--data", arguments.data, arguments.pictures, arguments.prompt or CAPTION_PROMPT)
     read = range(len(rows) if arguments.limit is None else min(arguments.limit, len(rows)))  # a row has one or more
-    if found := find_problems(rows, read, check_pictures, check_pictures)[0]:
+    if found := find_problems(rows, read, check_pictures)[0]:
         raise ValueError(list_problems(rows, found))
     if arguments.prompt is not None and not any(map(rows.is_caption, read)):
         raise ValueError(f"`--prompt` is for pictures with a caption, and {rows} has none. Remove it.")

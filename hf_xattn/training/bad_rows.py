@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from PIL import Image
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
@@ -30,27 +28,11 @@ class Problem(NamedTuple):
     reason: str
 
 
-def reason_of(row: dict[str, Any], error: Exception, folder: Path, collate: Collate) -> str:
-    """Why a row cannot be trained on: all pictures that cannot be read, and what is wrong beside them."""
+def reason_of(row: dict[str, Any], error: Exception, folder: Path) -> str:
+    """Why a row cannot be trained on: all pictures that cannot be read, or an error of the collator."""
     wrong = [what_is_wrong(part, folder) for part in picture_parts(row)]
-    reasons = list(dict.fromkeys(reason for reason in wrong if reason))
-    if not reasons:
-        return _without_row(error)
-    readable = copy.deepcopy(row)
-    for part, reason in zip(picture_parts(readable), wrong):
-        if reason:
-            part.pop("path", None)
-            part["image"] = Image.new("RGB", (64, 64), "white")
-    try:
-        collate([readable])
-    except (TypeError, ValueError) as other:
-        reasons.append(_without_row(other))
-    return "; ".join(reasons)
-
-
-def _without_row(error: Exception) -> str:
-    """An error of the collator, without the row's place in a batch of one."""
-    return str(error).partition(": ")[2]
+    reasons = "; ".join(dict.fromkeys(reason for reason in wrong if reason))
+    return reasons or str(error).partition(": ")[2]  # without the row's place in a batch of one
 
 
 def list_problems(rows: Rows, problems: Sequence[Problem]) -> str:
@@ -147,12 +129,11 @@ class RowReader:
 
     Args:
         collate (`XAttnDataCollator`): makes the batch.
-        with_pixels (`XAttnDataCollator`): the same for pictures in memory.
         file ([`BadRowsFile`], *optional*): where bad rows are named. Without one, a bad row is an error.
     """
 
-    def __init__(self, collate: Collate, with_pixels: Collate, file: BadRowsFile | _Found | None):
-        self.collate, self.with_pixels, self.file = collate, with_pixels, file
+    def __init__(self, collate: Collate, file: BadRowsFile | _Found | None):
+        self.collate, self.file = collate, file
 
     def __call__(self, places: Sequence[Place]) -> Any:
         batch = self.read(places)
@@ -193,7 +174,7 @@ class RowReader:
                     raise
                 except (TypeError, ValueError) as error:
                     rows, index = resolved(place)
-                    self._bad(place, reason_of(row, error, rows.folder_of(index), self.with_pixels))
+                    self._bad(place, reason_of(row, error, rows.folder_of(index)))
             if len(good) == len(read):  # rows that do not fit together
                 raise
             return self.batch_of(good) if good else None
@@ -217,15 +198,13 @@ class RowReader:
         )
 
 
-def find_problems(
-    rows: Rows, chosen: Sequence[int], collate: Collate, with_pixels: Collate
-) -> tuple[list[Problem], int]:
-    """Reads the chosen rows, each alone, as [`RowReader`] does, whose arguments these are.
+def find_problems(rows: Rows, chosen: Sequence[int], collate: Collate) -> tuple[list[Problem], int]:
+    """Reads the chosen rows, each alone, as [`RowReader`] does.
 
     Returns the problems, and the number of tokens in the longest row.
     """
     longest, found = 0, _Found()
-    reader = RowReader(collate, with_pixels, found)
+    reader = RowReader(collate, found)
     title = f"Checking {len(chosen)} rows"
     for index in tqdm(chosen, title, leave=False, disable=not is_first_process() or not chosen):
         batch = reader.read([Place(rows, index)])

@@ -113,8 +113,8 @@ class DistillingReader(RowReader):
     Rows to evaluate on stay as they are. Arguments as of [`RowReader`].
     """
 
-    def __init__(self, collate: XAttnDataCollator, with_pixels: XAttnDataCollator, file: BadRowsFile | None):
-        super().__init__(collate, with_pixels, file)
+    def __init__(self, collate: XAttnDataCollator, file: BadRowsFile | None):
+        super().__init__(collate, file)
         self.distilling = DistillingCollator(collate)
         self._has_picture: dict[int, bool] = {}  # of places of the run: what the data say, however often it is asked
 
@@ -158,7 +158,7 @@ class DistillingReader(RowReader):
                 continue
             rows, index = resolved(place)
             if self.file is None:  # else it is named when its own turn comes
-                self.refuse(place, reason_of(row, error, rows.folder_of(index), self.with_pixels))
+                self.refuse(place, reason_of(row, error, rows.folder_of(index)))
             found, self._has_picture[place.place] = True, False
         return found
 

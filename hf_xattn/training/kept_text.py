@@ -169,7 +169,7 @@ def _fitting(rows: Sequence[TextRow], collate: DistillingCollator, picture: Any)
         return collate(read, [picture] * len(read))
 
     held = Rows([source_of(rows, Path(), 1.0)], CAPTION_PROMPT)
-    problems, _ = find_problems(held, range(len(held)), beside, beside)
+    problems, _ = find_problems(held, range(len(held)), beside)
     bad = {problem.row for problem in problems}
     kept = [row for index, row in enumerate(rows) if index not in bad]
     return kept, problems[0].reason if problems else None

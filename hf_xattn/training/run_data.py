@@ -66,7 +66,7 @@ class RunData:
             f"{rows.fingerprint} {'' if self.streams else digest_of_pictures(rows)}".strip() for rows in self._sources()
         ]
 
-    def check(self, collate: Collate, with_pixels: Collate) -> None:
+    def check(self, collate: Collate) -> None:
         """Checks some rows to train on and to evaluate on, and searches those to train on for what the run needs.
 
         With `--bad-rows skip`, all rows to evaluate on are checked, and bad ones leave: a row that came in place of a
@@ -78,7 +78,7 @@ class RunData:
         options = self.options
         if options.eval_share is not None:
             self.rows, self.others = hold_out(self.rows, options.eval_share, options.seed)
-        self._check_rows(collate, with_pixels)
+        self._check_rows(collate)
         searched = _some(self.rows, STREAM_ROWS)
         place = f"{'' if len(searched) == len(self.rows) else f'{STREAM_ROWS} rows of '}{self._first_file()}"
         if not options.train_text and not any(self._pictures_of(index) for index in searched):
@@ -119,7 +119,7 @@ class RunData:
     def held_out(self) -> Places | None:
         return None if self.others is None else Places(self.others)
 
-    def to_align(self, collate: Collate, with_pixels: Collate) -> Rows | None:
+    def to_align(self, collate: Collate) -> Rows | None:
         """Rows by whose words a fresh model starts, evenly spaced; None if it is to stay as it is."""
         if self.options.align == NONE:
             return None
@@ -128,7 +128,7 @@ class RunData:
         if count < len(rows):
             rows = rows.split([number * len(rows) // count for number in range(count)])[1]
         if self.options.bad_rows == SKIP:
-            problems, _ = find_problems(rows, range(count), collate, with_pixels)
+            problems, _ = find_problems(rows, range(count), collate)
             rows = rows.split([problem.row for problem in problems])[0]
         return rows
 
@@ -138,10 +138,10 @@ class RunData:
         count = min(len(rows), MOST_ROWS)
         return [Place(rows, number * len(rows) // count) for number in range(count)]
 
-    def reader(self, collate: Any, with_pixels: Any) -> RowReader:
+    def reader(self, collate: Any) -> RowReader:
         skips = self.options.bad_rows == SKIP
         kind = RowReader if self.options.weight_of_text is None else DistillingReader
-        return kind(collate, with_pixels, self.bad_rows() if skips else None)
+        return kind(collate, self.bad_rows() if skips else None)
 
     def bad_rows(self) -> BadRowsFile:
         return BadRowsFile(self.options.output, self.options.bad_rows_limit)
@@ -229,15 +229,13 @@ class RunData:
         tried = islice(map(picture_source, parts), MOST_TRIED)
         return next((each for each in tried if distilling.error_of(each) is None), None)
 
-    def _check_rows(self, collate: Collate, with_pixels: Collate) -> None:
+    def _check_rows(self, collate: Collate) -> None:
         skips, told, checked, longest = self.options.bad_rows == SKIP, list[str](), 0, 0
         for rows in self._sources():
             trained = rows is self.rows
             chosen = range(len(rows)) if skips and not trained else _some(rows, CHECKED)
             chosen = [] if trained and self.options.stream else chosen
-            problems, tokens = find_problems(
-                rows, chosen, self._as_trained(collate) if trained else collate, with_pixels
-            )
+            problems, tokens = find_problems(rows, chosen, self._as_trained(collate) if trained else collate)
             self._found.append((rows, problems))
             checked, longest = checked + len(chosen), max(longest, tokens)
             if problems:

@@ -63,8 +63,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     hub = {"trust_remote_code": options.trust_remote_code}
     processor = _processor(options.model, **hub)
     features = None if options.features is None else VisionFeatures.before_weights(options.features)
-    collators = _collators(options, processor, features)
-    data.check(*collators)
+    collate = XAttnDataCollator(processor, max_length=options.max_length, padding_side="right", features=features)
+    data.check(collate)
     data.say()
     if num_processes() > 1:
         say(f"{num_processes()} processes, each with {options.batch_size} examples per forward pass")
@@ -79,7 +79,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         write_options(options.output, saved)
         data.write_bad_rows()
     if data.prompts:
-        _mix_texts(data, model, processor, DistillingCollator(collators[0]), saved)
+        _mix_texts(data, model, processor, DistillingCollator(collate), saved)
     checkpoint = last_checkpoint(options.output) if resume else None
     if resume:
         say("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
@@ -87,7 +87,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     arguments = _arguments(options, data, half)
     if checkpoint is None:
         reads = processor if features is None else features.reader(processor)
-        saved[START] = start(model, reads, data.to_align(*collators), arguments.device, data.aligned is not None)
+        saved[START] = start(model, reads, data.to_align(collate), arguments.device, data.aligned is not None)
         if is_first_process():
             write_options(options.output, saved)
     rates = rates_of(saved[START], options)
@@ -99,7 +99,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         # Refused if it is not whole: `Trainer` only warns. What is trained is float32 in a checkpoint.
         type(model).from_pretrained(checkpoint, device_map="meta", dtype=torch.float32, **hub)
     use_cache = getattr(model.config, "use_cache", None)
-    reader = data.reader(*collators)
+    reader = data.reader(collate)
     use = PictureUseCallback(data.to_compare(), reader, max(2, options.batch_size))
     trainer = _make_trainer(model, arguments, data, reader, processor, use, rates.started_rate)
     if finished:
@@ -116,16 +116,6 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         write_model_card(model, options.output, trainer, training=_facts(options, data, use.last, saved[START], rates))
         write_options(options.output, {**saved, "complete": True})
         _tell(options, data, [] if finished else trainer.state.log_history, before)
-
-
-def _collators(
-    options: TrainingOptions, processor: XAttnProcessor, features: VisionFeatures | None
-) -> list[XAttnDataCollator]:
-    """The collator of the run, and one that reads pictures in memory, where that one needs files."""
-    return [
-        XAttnDataCollator(processor, max_length=options.max_length, padding_side="right", features=each)
-        for each in (features, None)
-    ]
 
 
 def _tell(options: TrainingOptions, data: RunData, history: list[dict[str, Any]], before: int) -> None:

@@ -7,7 +7,7 @@ Mllama: at a text position that sees no image, also an average of all image toke
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, MllamaConfig, MllamaProcessor
@@ -39,7 +39,7 @@ def as_saved(weights: Iterable[tuple[str, torch.Tensor]], config: XAttnConfig) -
     Raises:
         ValueError: for a name that Mllama does not have.
     """
-    made = recipe(AutoConfig.for_model(**(config.source_config or {})))
+    made = recipe(cast(MllamaConfig, AutoConfig.for_model(**(config.source_config or {}))))
     for name, weight in weights:
         targets = made.targets(name)
         if targets is None:

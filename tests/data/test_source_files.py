@@ -155,7 +155,7 @@ def test_values_that_are_nested_deeply(depth, tmp_path):
             assert name in str(error) and "nested too deeply" in str(error) and depth > 300
         else:
             assert depth < 100_000
-        problems, _ = find_problems(rows, range(2), check_pictures, check_pictures)
+        problems, _ = find_problems(rows, range(2), check_pictures)
         assert [problem.row for problem in problems] in ([0], []) and not rows.is_caption(0)
     (tmp_path / "a.json").write_bytes(b"[" + asked() + b"," + deep + b"]")
     try:

@@ -198,7 +198,7 @@ def test_a_folder_is_what_training_reads(tmp_path, chat_folder):
     lines = [json.loads(line) for line in (tmp_path / "rows" / "metadata.jsonl").read_text().splitlines()]
     assert {line["kind"] for line in lines} == {*phrasings.KINDS, phrasings.TEXT}
     rows, collator = load_rows(tmp_path / "rows"), XAttnDataCollator(AutoProcessor.from_pretrained(chat_folder))
-    problems, longest = find_problems(rows, range(48), collator, collator)
+    problems, longest = find_problems(rows, range(48), collator)
     assert len(rows) == 48 and not problems and longest > 4
     assert [row["kind"] for row in rows] == [line["kind"] for line in lines]
     shows = ["file_name" in line for line in lines[8:16]]

@@ -232,7 +232,7 @@ def test_a_template_that_answers_otherwise_beside_a_picture(tmp_path):
 
 def reader_of(processor, folder=None):
     collate = XAttnDataCollator(processor, padding_side="right")
-    return DistillingReader(collate, collate, None if folder is None else BadRowsFile(folder, 1.0))
+    return DistillingReader(collate, None if folder is None else BadRowsFile(folder, 1.0))
 
 
 def test_pictures_are_of_the_next_row_that_has_one(model, tmp_path):

@@ -235,15 +235,15 @@ def test_bad_lines_are_told_at_once(model, tmp_path, capsys):
 
 
 def test_all_that_is_wrong_in_one_round(model, tmp_path, capsys):
-    """A second error after the first is repaired: of another folder, or of the line that was repaired."""
+    """A second error after the first is repaired: of another folder, or of another picture."""
     broken = [{"type": "image", "path": name} for name in ("broken.png", "gone.png")]
-    chat = [{"role": "user", "content": broken}, {"role": "assistant", "content": ""}]
+    chat = [{"role": "user", "content": broken}, {"role": "assistant", "content": "a"}]
     data = write_examples(tmp_path / "data", [CAPTIONS[0], {"messages": chat}])
     (data / "broken.png").write_bytes(b"no picture")
     other = write_examples(tmp_path / "other", [{"txt": "a"}])
     status, _, error = run_training(capsys, model, "--data", data, "--eval-data", other, "--output", tmp_path / "out")
     told = next(line for line in error.splitlines() if line.startswith("  line 2: "))
-    assert status == 2 and all(words in told for words in ("'broken.png' cannot", "'gone.png' does not", "is empty"))
+    assert status == 2 and all(words in told for words in ("'broken.png' cannot", "'gone.png' does not"))
     assert f"{other / 'metadata.jsonl'} has 1 line(s)" in error and "unknown field 'txt'" in error
     weighted = ["--eval-data", f"{data}:0.5", "--output", tmp_path / "out"]
     assert "without a weight for `--eval-data`" in run_training(capsys, model, "--data", data, *weighted)[2]
