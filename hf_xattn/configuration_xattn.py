@@ -65,11 +65,12 @@ class CrossAttentionConfig(CheckedConfig):
         attention_bias (`bool`, defaults to `False`): biases on q/k/v/o projections.
         mlp_bias (`bool`, defaults to `False`): biases in the MLP.
         attention_dropout (`float`, defaults to 0.0): dropout on the attention weights in training.
-        gate (`str`, defaults to `"tanh"`): multiply each branch by `tanh(gate)`, or `"none"`: use no gate, or the
-            name of a gate of your own ([`register_gate`]).
+        gate (`str`, defaults to `"tanh"`): multiply each branch by `tanh(gate)`; `"text"`: by a number that each text
+            token chooses, `sigmoid(score of its hidden state)`; `"none"`: use no gate; or the name of a gate of your
+            own ([`register_gate`]).
         gate_options (`dict`, *optional*): of a gate of your own, which reads them.
         gate_granularity (`"scalar"` or `"channel"`, defaults to `"scalar"`): gate of shape `(1,)` or `(hidden_size,)`.
-        gate_init (`float`, defaults to 1.0): initial value of the gates, before `tanh`.
+        gate_init (`float`, defaults to 1.0): initial value of the gates, before `tanh` or `sigmoid`.
         zero_init (`bool`, defaults to `True`): initialise `o_proj` and the MLP's `down_proj` to zero.
         qk_norm (`bool`, defaults to `False`): RMSNorm over `head_dim` on queries and keys.
         qk_norm_eps (`float`, *optional*): epsilon of these two norms; defaults to `norm_eps`.

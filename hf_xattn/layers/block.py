@@ -28,7 +28,7 @@ from ..utils.projection import to_dtype_of
 from ..utils.stub import NamesItsStub
 from .attention import GatedCrossAttention, check_text_and_states, zero_init_linear
 from .context import CrossAttentionContext, ImageTokens, no_context, plain_context
-from .gates import Gate, gated, new_gate
+from .gates import Gate, TextGate, gated, new_gate
 from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
 
 
@@ -132,7 +132,7 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
             else:
                 init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
             if module.bias is not None:
-                init.zeros_(module.bias)
+                init.constant_(module.bias, config.gate_init if isinstance(module, TextGate) else 0.0)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, (CrossAttentionRMSNorm, CrossAttentionLayerNorm)):

@@ -1,6 +1,6 @@
 """Gates: what a branch of a block is multiplied by before it is added to the text.
 
-`"tanh"` is a weight of the block itself, `attn_gate` or `mlp_gate`. A gate of another kind is a module under that name.
+`"tanh"` is a weight of the block itself, `attn_gate` or `mlp_gate`. Any other gate is a module under that name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,31 @@ def no_gate(config: CrossAttentionConfig) -> None:
     return None
 
 
+class TextGate(nn.Linear):
+    """Lets each text token decide how much it takes of a branch: `sigmoid(score) * update`.
+
+        score = 64 / hidden_size * rms_norm(hidden_states) @ weight + bias
+
+    Attention alone spreads a weight of 1 over the image tokens, also for a text that no image concerns. A fresh gate
+    is the same for all tokens, `sigmoid(gate_init)`. The factor makes a step of Adam move the score as much in a wide
+    model as in a narrow one.
+    """
+
+    zero_init = True  # the weight; such layers train at the whole learning rate beside a start by words
+
+    def __init__(self, config: CrossAttentionConfig):
+        super().__init__(config.hidden_size, 1)
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, config.gate_init)
+
+    def forward(self, update: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        normed = hidden_states * torch.rsqrt(hidden_states.pow(2).mean(dim=-1, keepdim=True) + 1e-6)
+        score = nn.functional.linear(normed, self.weight * (64 / self.in_features), self.bias)
+        return torch.sigmoid(score) * update
+
+
 GATES.register("tanh", tanh_gate)
+GATES.register("text", TextGate)
 GATES.register("none", no_gate)
 
 

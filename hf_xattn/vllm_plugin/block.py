@@ -18,6 +18,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelL
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ..configuration_xattn import CrossAttentionConfig
+from ..layers.gates import TextGate
 from ..layers.norms import NORMS, CrossAttentionKeyNorm, CrossAttentionRMSNorm
 from .steps import Masked, Step
 
@@ -152,6 +153,8 @@ class Block(nn.Module):
                 for _ in range(2)
             ]
             self.attn_gate, self.mlp_gate = gates if has_mlp else (gates[0], None)
+        elif config.gate == "text":
+            self.attn_gate, self.mlp_gate = TextGate(config), TextGate(config) if has_mlp else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(tokens, hidden_size)`, or with axes of length 1 in front. Compiled code sees one operator."""
@@ -163,17 +166,20 @@ class Block(nn.Module):
         dtype = hidden_states.dtype
         normed = self.attn_norm(hidden_states)
         attended = normed if step is None else self.attn(normed, step)
-        seen = hidden_states + _gated(attended, self.attn_gate, dtype)
+        seen = hidden_states + _gated(attended, self.attn_gate, hidden_states)
         if step is not None:
             seen = torch.where(step.attends, seen, hidden_states)
         if self.mlp is None or self.mlp_norm is None:
             return seen
-        made = seen + _gated(self.mlp(self.mlp_norm(seen)), self.mlp_gate, dtype)
+        made = seen + _gated(self.mlp(self.mlp_norm(seen)), self.mlp_gate, seen)
         return made if step is None else torch.where(step.visible, made, seen)
 
 
-def _gated(branch: torch.Tensor, gate: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    return branch.to(dtype) if gate is None else (torch.tanh(gate) * branch).to(dtype)
+def _gated(branch: torch.Tensor, gate: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    if isinstance(gate, TextGate):
+        dtype = gate.weight.dtype
+        return gate(branch.to(dtype), hidden_states.to(dtype)).to(hidden_states.dtype)
+    return (branch if gate is None else torch.tanh(gate) * branch).to(hidden_states.dtype)
 
 
 def _block(hidden_states: torch.Tensor, name: str) -> torch.Tensor:
