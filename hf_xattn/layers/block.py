@@ -132,13 +132,16 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
             else:
                 init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
             if module.bias is not None:
-                init.constant_(module.bias, config.gate_init if isinstance(module, TextGate) else 0.0)
+                init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, (CrossAttentionRMSNorm, CrossAttentionLayerNorm)):
             init.ones_(module.weight)
             if isinstance(module, CrossAttentionLayerNorm):
                 init.zeros_(module.bias)
+        elif isinstance(module, TextGate):
+            init.zeros_(module.weight)
+            init.constant_(module.bias, float(config.gate_init))
         elif isinstance(module, GatedCrossAttentionBlock):
             for gate in (module.attn_gate, module.mlp_gate):
                 if isinstance(gate, nn.Parameter):

@@ -26,7 +26,7 @@ def no_gate(config: CrossAttentionConfig) -> None:
     return None
 
 
-class TextGate(nn.Linear):
+class TextGate(nn.Module):
     """Lets each text token decide how much it takes of a branch: `sigmoid(score) * update`.
 
         score = 64 / hidden_size * rms_norm(hidden_states) @ weight + bias
@@ -39,13 +39,13 @@ class TextGate(nn.Linear):
     zero_init = True  # the weight; such layers train at the whole learning rate beside a start by words
 
     def __init__(self, config: CrossAttentionConfig):
-        super().__init__(config.hidden_size, 1)
-        nn.init.zeros_(self.weight)
-        nn.init.constant_(self.bias, config.gate_init)
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
+        self.bias = nn.Parameter(torch.full((1,), float(config.gate_init)))
 
-    def forward(self, update: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, update: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         normed = hidden_states * torch.rsqrt(hidden_states.pow(2).mean(dim=-1, keepdim=True) + 1e-6)
-        score = nn.functional.linear(normed, self.weight * (64 / self.in_features), self.bias)
+        score = nn.functional.linear(normed, self.weight * (64 / hidden_states.shape[-1]), self.bias)
         return torch.sigmoid(score) * update
 
 
