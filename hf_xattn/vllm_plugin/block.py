@@ -163,7 +163,6 @@ class Block(nn.Module):
 
     def compute(self, hidden_states: torch.Tensor, step: Step | None) -> torch.Tensor:
         """The block as such. `step`: None while the engine measures memory, where there are no requests."""
-        dtype = hidden_states.dtype
         normed = self.attn_norm(hidden_states)
         attended = normed if step is None else self.attn(normed, step)
         seen = hidden_states + _gated(attended, self.attn_gate, hidden_states)
