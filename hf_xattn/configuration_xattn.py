@@ -65,7 +65,7 @@ class CrossAttentionConfig(CheckedConfig):
         attention_bias (`bool`, defaults to `False`): biases on q/k/v/o projections.
         mlp_bias (`bool`, defaults to `False`): biases in the MLP.
         attention_dropout (`float`, defaults to 0.0): dropout on the attention weights in training.
-        gate (`str`, defaults to `"tanh"`): multiply each branch by `tanh(gate)`; `"text"`: by a number that each text
+        gate (`str`, defaults to `"tanh"`): multiply each branch by `tanh(gate)`; `"token"`: by a number that each text
             token chooses, `sigmoid(score of its hidden state)`; `"none"`: use no gate; or the name of a gate of your
             own ([`register_gate`]).
         gate_options (`dict`, *optional*): of a gate of your own, which reads them.

@@ -28,7 +28,7 @@ from ..utils.projection import to_dtype_of
 from ..utils.stub import NamesItsStub
 from .attention import GatedCrossAttention, check_text_and_states, zero_init_linear
 from .context import CrossAttentionContext, ImageTokens, no_context, plain_context
-from .gates import Gate, TextGate, gated, new_gate
+from .gates import Gate, TokenGate, gated, new_gate
 from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
 
 
@@ -139,7 +139,7 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
             init.ones_(module.weight)
             if isinstance(module, CrossAttentionLayerNorm):
                 init.zeros_(module.bias)
-        elif isinstance(module, TextGate):
+        elif isinstance(module, TokenGate):
             init.zeros_(module.weight)
             init.constant_(module.bias, float(config.gate_init))
         elif isinstance(module, GatedCrossAttentionBlock):

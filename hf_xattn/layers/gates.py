@@ -26,7 +26,7 @@ def no_gate(config: CrossAttentionConfig) -> None:
     return None
 
 
-class TextGate(nn.Module):
+class TokenGate(nn.Module):
     """Lets each text token decide how much it takes of a branch: `sigmoid(score) * update`.
 
         score = 64 / hidden_size * rms_norm(hidden_states) @ weight + bias
@@ -50,7 +50,7 @@ class TextGate(nn.Module):
 
 
 GATES.register("tanh", tanh_gate)
-GATES.register("text", TextGate)
+GATES.register("token", TokenGate)
 GATES.register("none", no_gate)
 
 

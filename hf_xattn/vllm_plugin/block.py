@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelL
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ..configuration_xattn import CrossAttentionConfig
-from ..layers.gates import TextGate
+from ..layers.gates import TokenGate
 from ..layers.norms import NORMS, CrossAttentionKeyNorm, CrossAttentionRMSNorm
 from .steps import Masked, Step
 
@@ -153,8 +153,8 @@ class Block(nn.Module):
                 for _ in range(2)
             ]
             self.attn_gate, self.mlp_gate = gates if has_mlp else (gates[0], None)
-        elif config.gate == "text":
-            self.attn_gate, self.mlp_gate = TextGate(config), TextGate(config) if has_mlp else None
+        elif config.gate == "token":
+            self.attn_gate, self.mlp_gate = TokenGate(config), TokenGate(config) if has_mlp else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(tokens, hidden_size)`, or with axes of length 1 in front. Compiled code sees one operator."""
@@ -175,7 +175,7 @@ class Block(nn.Module):
 
 
 def _gated(branch: torch.Tensor, gate: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    if isinstance(gate, TextGate):
+    if isinstance(gate, TokenGate):
         dtype = gate.weight.dtype
         return gate(branch.to(dtype), hidden_states.to(dtype)).to(hidden_states.dtype)
     return (branch if gate is None else torch.tanh(gate) * branch).to(hidden_states.dtype)

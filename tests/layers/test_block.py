@@ -26,7 +26,7 @@ STYLES = {
     "projection": {"zero_init": True, "gate": "tanh"},
     "flamingo": {"zero_init": False, "gate_init": 0.0},
     "kempnerforge": {"zero_init": True, "gate": "none"},
-    "text": {"zero_init": True, "gate": "text"},
+    "token": {"zero_init": True, "gate": "token"},
 }
 FULL = {"attention_bias": True, "mlp_bias": True, "qk_norm": True, "quiet_softmax": True, "position_bias": True}
 
@@ -169,7 +169,7 @@ def reference(block, hidden, states):
         return nn.functional.layer_norm(x, x.shape[-1:], module.weight, module.bias, config.norm_eps)
 
     def gated(x, gate, hidden):
-        if config.gate == "text":
+        if config.gate == "token":
             score = nn.functional.rms_norm(hidden, hidden.shape[-1:], eps=1e-6) @ gate.weight[0] * 64 / HIDDEN
             return (score + gate.bias).sigmoid()[..., None] * x
         return x if gate is None else gate.tanh() * x
@@ -189,7 +189,7 @@ def reference(block, hidden, states):
 
 @every_norm
 @every_mlp
-@pytest.mark.parametrize("gate", ["tanh", "text", "none"])
+@pytest.mark.parametrize("gate", ["tanh", "token", "none"])
 @pytest.mark.parametrize("granularity", ["scalar", "channel"])
 @pytest.mark.parametrize("act", ["silu", "gelu"])
 def test_equals_the_reference(norm_type, mlp_type, gate, granularity, act):
@@ -261,7 +261,7 @@ def test_gate_shapes(granularity, shape, gate_init):
 
 def test_text_gate_is_the_same_for_all_tokens_at_first():
     """A fresh gate that favours some tokens by chance, or does not start where the configuration says."""
-    for gate in (fresh(gate="text", gate_init=-0.5).attn_gate, fresh(gate="text", gate_init=-0.5).mlp_gate):
+    for gate in (fresh(gate="token", gate_init=-0.5).attn_gate, fresh(gate="token", gate_init=-0.5).mlp_gate):
         hidden, _ = inputs()
         made = gate(torch.ones_like(hidden), hidden)
         torch.testing.assert_close(made, torch.full_like(hidden, torch.tensor(-0.5).sigmoid()))
@@ -339,7 +339,7 @@ def test_missing_weights_start_as_in_a_fresh_block(tmp_path, style, dtype):
     assert 0.05 < loaded.attn.relative_attention_bias.weight.float().std() < 0.2
     assert (loaded.mlp_norm.weight == 1).all() and (loaded.attn.q_norm.weight == 1).all()
     for gate in (loaded.attn_gate, loaded.mlp_gate):
-        if config.gate == "text":
+        if config.gate == "token":
             assert not gate.weight.any()
             gate = gate.bias
         assert gate is None if config.gate == "none" else torch.equal(gate, torch.full((1,), float(config.gate_init)))
