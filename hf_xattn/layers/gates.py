@@ -27,25 +27,25 @@ def no_gate(config: CrossAttentionConfig) -> None:
 
 
 class TokenGate(nn.Module):
-    """Lets each text token decide how much it takes of a branch: `sigmoid(score) * update`.
+    """Each text token decides how much of a branch it takes: `sigmoid(score) * update`.
 
         score = 64 / hidden_size * rms_norm(hidden_states) @ weight + bias
 
-    Attention alone spreads a weight of 1 over the image tokens, also for a text that no image concerns. A fresh gate
-    is the same for all tokens, `sigmoid(gate_init)`. The factor makes a step of Adam move the score as much in a wide
-    model as in a narrow one.
+    Attention alone spreads a weight of 1 over the image tokens, also for text that does not concern the image. A fresh
+    gate is the same for all tokens, `sigmoid(gate_init)`. With the factor, a step of Adam moves the score of a wide
+    model as far as that of a narrow one.
     """
-
-    zero_init = True  # the weight; such layers train at the whole learning rate beside a start by words
 
     def __init__(self, config: CrossAttentionConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
+        # A vector, because weight decay leaves vectors alone.
+        self.weight = nn.Parameter(torch.zeros(config.hidden_size))
         self.bias = nn.Parameter(torch.full((1,), float(config.gate_init)))
+        self.zero_init = config.zero_init
 
     def forward(self, update: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         normed = hidden_states * torch.rsqrt(hidden_states.pow(2).mean(dim=-1, keepdim=True) + 1e-6)
-        score = nn.functional.linear(normed, self.weight * (64 / hidden_states.shape[-1]), self.bias)
+        score = nn.functional.linear(normed, self.weight[None] * (64 / hidden_states.shape[-1]), self.bias)
         return torch.sigmoid(score) * update
 
 
