@@ -88,7 +88,10 @@ def test_preempted_requests(tmp_path):
 
 OPTIONS = {
     "all, one tanh gate a channel": {"block": {"gate_granularity": "channel", "qk_norm": True}},
-    "previous, quiet softmax": {"image_visibility": "previous", "block": {"quiet_softmax": True, "qk_norm": True}},
+    "previous, quiet softmax, a gate for each token": {
+        "image_visibility": "previous",
+        "block": {"gate": "token", "quiet_softmax": True, "qk_norm": True},
+    },
     "latest, layer norms, biases, plain MLP, no GQA": {
         "image_visibility": "latest",
         "block": {

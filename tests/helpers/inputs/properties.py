@@ -32,6 +32,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "one K/V head, quiet": {"num_key_value_heads": 1, "quiet_softmax": True},
     "norms of queries and keys": {"qk_norm": True, "norm_type": "layernorm", "qk_norm_eps": 1e-4},
     "positions": {"position_bias": True},
+    "a gate for each token": {"gate": "token"},
     "a code of positions": {"position": own_parts.TURNING, "qk_norm": True},
     "as KempnerForge": {"gate": "none", "mlp_type": "plain", "hidden_act": "gelu"},
     "wide heads, biases": {"head_dim": 12, "attention_bias": True, "mlp_bias": True, "gate_granularity": "channel"},
@@ -137,7 +138,7 @@ def layer_cases(draw: Any, dtypes: st.SearchStrategy[torch.dtype] = DTYPES, repe
         "norm_type": draw(st.sampled_from(["rmsnorm", "layernorm"])),
         "norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
         "mlp_type": draw(st.sampled_from(["gated", "plain", "none"])),
-        "gate": draw(st.sampled_from(["tanh", "none"])),
+        "gate": draw(st.sampled_from(["tanh", "token", "none"])),
         "gate_granularity": draw(st.sampled_from(["scalar", "channel"])),
         **{
             name: draw(st.booleans())
