@@ -35,6 +35,7 @@ from .utils.keywords import ELSEWHERE
 
 logger = logging.get_logger(__name__)
 
+OF_GATE = {"gate", "gate_options", "gate_granularity", "gate_init"}
 PARTS = (
     ("cross_attention", "the blocks", CrossAttentionConfig),
     ("perceiver_config", "the perceiver", PerceiverConfig),
@@ -80,7 +81,8 @@ def retrofit(
         layers (`list[int]`, *optional*): the same.
         every (`int`, defaults to 4): without `cross_attention_layers`, layers `every - 1`, `2 * every - 1`, ...
         cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a
-            `dict` leaves out follow the decoder's.
+            `dict` leaves out follow the decoder's. A `dict` without a field of the gate gets `gate="token"`: text that
+            does not concern the image can then leave it out.
         connector_type (`str`, *optional*): a field of [`XAttnConfig`]. Default: `"mlp_2d"` if the tower gives a square
             grid of tokens for a square picture, else `"mlp"`. Take `"mlp"` for pictures that are no squares when the
             image processor is done.
@@ -127,7 +129,10 @@ def retrofit(
         connector_type = "mlp_2d" if tokens is not None and is_square(tokens - dropped) else "mlp"
     if vision_config is not None and connector_type in ("identity", "perceiver"):
         joined = len(vision_feature_layer) if isinstance(vision_feature_layer, (list, tuple)) else 1
-        cross_attention = _with_context_size(cross_attention, joined * (vision_hidden_size or width_of(vision_config)))
+        width = joined * (vision_hidden_size or width_of(vision_config))
+        cross_attention = _with_defaults(cross_attention, context_size=width)
+    if not (isinstance(cross_attention, dict) and cross_attention.keys() & OF_GATE):
+        cross_attention = _with_defaults(cross_attention, gate="token")
     options: dict[str, Any] = {
         "cross_attention_config": cross_attention,
         "cross_attention_layers": cross_attention_layers,
@@ -244,10 +249,10 @@ def _unsaid_width(vision_config: PreTrainedConfig, found: Measured | None) -> in
     return None if found is None or found.width == said else found.width
 
 
-def _with_context_size(cross_attention: Any, context_size: int) -> Any:
-    """Fields of blocks that read the tower's output, or its perceiver's. Whatever is no `dict` stays as it is."""
+def _with_defaults(cross_attention: Any, **defaults: Any) -> Any:
+    """Fields of blocks, with those that are not given. Whatever is no `dict` stays as it is."""
     given = {} if cross_attention is None else cross_attention
-    return {"context_size": context_size, **given} if isinstance(given, dict) else given
+    return {**defaults, **given} if isinstance(given, dict) else given
 
 
 def _half_of(text: PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedModel:

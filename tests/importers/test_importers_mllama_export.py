@@ -33,7 +33,7 @@ from hf_xattn.importers import export_checkpoint, import_checkpoint
 
 SHAPE = {
     "cross_attention_layers": [1, 3],
-    "cross_attention": {"qk_norm": True, "norm_eps": 1e-6},
+    "cross_attention": {"qk_norm": True, "norm_eps": 1e-6, "gate": "tanh"},
     "connector_type": "linear",
     "image_visibility": "latest_group",
     "image_token_id": MARKER,
@@ -71,7 +71,7 @@ VARIANTS = {
     "one token added": {"additional_vocab_size": 1},
     "scaled rotary embedding, other norm": {
         "llama": {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-        "cross_attention": {"qk_norm": True, "norm_eps": 1e-5},
+        "cross_attention": {"qk_norm": True, "norm_eps": 1e-5, "gate": "tanh"},
     },
     "neighbouring blocks, one after the last layer": {"cross_attention_layers": [1, 2, 4]},
     "several blocks at one place": {"cross_attention_layers": [1, 1, 3, 4, 4]},

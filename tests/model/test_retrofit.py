@@ -138,11 +138,24 @@ def test_sizes_follow_the_text_config(folders):
     assert retrofit(folders / "text", every=3).config.cross_attention_layers == [2]
 
 
+def test_each_text_token_has_its_gate_by_default(folders):
+    """A default that overrides a field of the gate that was given, or that a configuration does not get."""
+    for given, gate in (
+        (None, "token"),
+        ({"qk_norm": True}, "token"),
+        ({"gate": "tanh"}, "tanh"),
+        ({"gate_granularity": "channel"}, "tanh"),
+        ({"gate_init": 0.0, "zero_init": False}, "tanh"),
+        (CrossAttentionConfig(hidden_size=32, num_attention_heads=2, context_size=8), "tanh"),
+    ):
+        assert retrofit(folders / "text", cross_attention=given).config.cross_attention_config.gate == gate
+
+
 def test_bfloat16_keeps_gates_and_norms_in_float32(folders):
     """Gate updates that vanish in bfloat16."""
     model = retrofit(folders / "text", folders / "vision", dtype=torch.bfloat16)
     for name, parameter in model.blocks[0].named_parameters():
-        expected = torch.float32 if "gate" in name.split(".")[-1] or "norm" in name else torch.bfloat16
+        expected = torch.float32 if "_gate" in name or "norm" in name else torch.bfloat16
         assert parameter.dtype == expected, name
     assert model.dtype == torch.bfloat16
     assert model.model.vision_tower.dtype == torch.bfloat16
