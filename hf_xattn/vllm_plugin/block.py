@@ -145,7 +145,8 @@ class Block(nn.Module):
         has_mlp = config.mlp_type != "none"
         self.mlp_norm = norm(config.hidden_size, config.norm_eps) if has_mlp else None
         self.mlp = MLP(config, f"{prefix}.mlp") if has_mlp else None
-        self.attn_gate = self.mlp_gate = None
+        self.attn_gate: nn.Parameter | TokenGate | None = None
+        self.mlp_gate: nn.Parameter | TokenGate | None = None
         if config.gate == "tanh":
             shape = (1,) if config.gate_granularity == "scalar" else (config.hidden_size,)
             gates = [

@@ -263,12 +263,14 @@ def test_table_of_photographs():
     assert photos_table.table(runs) in GUIDES["photos"]
     shares = {
         kind: f"{ways['own'][0] / ways['own'][1]:.0%}".replace("%", " %")
-        for kind, ways in runs["and places in values"].items()
+        for kind, ways in runs["an hour, token gate"].items()
     }
     assert f"names {shares['trained photographs: name']} of the things that it was trained on" in README
     assert f"on which side a thing is in {shares['trained photographs: side']}" in README
     assert f"counts right in {shares['trained photographs: how many']}" in README
-    assert f"names {shares['another photograph: name']} of these things in another photograph" in README
+    assert f"what is on a side in {shares['trained photographs: at side']}" in README
+    assert f"In another photograph it names {shares['another photograph: name']} of these things" in README
+    assert f"of all 426 held-out questions {shares['all']} are" in README
 
 
 def test_table_of_speed():
