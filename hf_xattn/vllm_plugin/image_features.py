@@ -41,7 +41,7 @@ class ImageFeatures:
     """
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES):
-        self.max_bytes, self.nbytes = max_bytes, 0
+        self.max_bytes, self.nbytes = int(max_bytes), 0  # a text fails here, not at the first picture
         self.kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
     def read(

@@ -242,9 +242,8 @@ def test_image_option_and_system_message(folder, model, processor, monkeypatch, 
     _, out, _ = say(monkeypatch, capsys, folder, ["what is it"], "--image", str(folder / "1.png"), "--system", "tree")
     messages = [{"role": "system", "content": "tree"}, picture_message("what is it", 1)]
     assert out[0].split() == fresh(model, processor, messages, 6).split()
-    for options in (["--max-new-tokens", "0"], ["--temperature", "-1"], ["--image", "nothing.png"]):
-        status, _, error = say(monkeypatch, capsys, folder, ["what"], *options)
-        assert status == 2 and options[0].lstrip("-") in error
+    status, _, error = say(monkeypatch, capsys, folder, ["what"], "--image", "nothing.png")
+    assert status == 2 and "nothing.png" in error
 
 
 class Terminal:

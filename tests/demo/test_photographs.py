@@ -218,6 +218,7 @@ def test_own_pictures(parts, tmp_path):
 
 def test_own_pictures_are_held_out_as_in_training(tmp_path, monkeypatch):
     """Questions about the rows that the run was trained on."""
+    from hf_xattn.training.bad_rows import check_pictures
     from hf_xattn.training.run_data import RunData
     from hf_xattn.training.training_options import TrainingOptions
 
@@ -226,7 +227,7 @@ def test_own_pictures_are_held_out_as_in_training(tmp_path, monkeypatch):
     )
     asked = demo_photographs.OfOneself(Plan("text", tmp_path / "out", seed=3, pictures=str(source))).asked
     data = RunData(TrainingOptions("model", [str(source)], tmp_path / "out", eval_share=0.1, seed=3))
-    data._hold_out(0.1)
+    data.check(check_pictures)
     assert {each.answer for each in asked} == {row["messages"][-1]["content"] for row in data.others}
 
 
