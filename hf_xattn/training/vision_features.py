@@ -212,7 +212,7 @@ class VisionFeatures:
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(
                 f"Expected the images of the rows to be files, because `features` are found by the files' content, got "
-                f"{type_name(image)} {shown!r}: {error:.80}"
+                f"{type_name(image)} {shown!r}: {error!s:.80}"
             ) from error
         if digest not in self._shards:
             raise ValueError(

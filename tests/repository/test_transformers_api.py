@@ -23,7 +23,7 @@ PACKAGE = Path(hf_xattn.__file__).parent
 # Private names of Python, torch, huggingface_hub and Gradio, and of marks that this package leaves on a model.
 OF_OTHERS = frozenset(
     """_ActionsContainer _SubParsersAction _apply _asdict _assert_async _buffers _cdata _dynamo _fields _get_fsdp_state _gguf_file
-_local_tensor _modules _non_persistent_buffers_set _parameters _queue _replace _to_copy _version""".split()  # noqa: E501
+_local_tensor _looked_at _modules _non_persistent_buffers_set _parameters _queue _replace _to_copy _version""".split()  # noqa: E501
 )
 
 

@@ -352,7 +352,6 @@ def test_a_server_that_cannot_answer_does_not_start(chat_folder, tmp_path, capsy
             "hf-xattn retrofit": (chat_folder.parent / "text",),
             "chat template": (bare, "--port", "0"),
             "--port": (chat_folder, "--port", str(taken.getsockname()[1])),
-            "--image-store": (chat_folder, "--image-store", "-1"),
         }
         for words, arguments in wrong.items():
             assert main(["serve", *map(str, arguments)]) == 2

@@ -321,7 +321,7 @@ def test_wrong_options_and_folders(model, tmp_path, capsys):
         ([model, "--data", tmp_path / "empty", *out], "to hold examples"),
         ([tmp_path / "text", "--data", data, *out], "hf-xattn retrofit"),
         ([tmp_path / "blocks", "--data", data, *out], "saved without a processor"),
-        ([tmp_path / "refuses", "--data", data, *out], "no chat template that works: roles must alternate"),
+        ([tmp_path / "refuses", "--data", data, *out], "this one fails: roles must alternate"),
         ([model, "--data", data, "--batch-size", "0", *out], "`--batch-size` must be at least 1"),
         ([model, "--data", data, "--learning-rate", "0", *out], "`--learning-rate` must be above 0"),
         ([model, "--data", data, "--eval-share", "1.5", *out], "`--eval-share` must be above 0 and below 1, got 1.5"),
