@@ -329,7 +329,7 @@ def test_wrong_options_and_folders(model, tmp_path, capsys):
         ([model, "--data", data, "--warmup", "1", *out], "at least 0 and below 1"),
         ([model, "--data", data, "--eval-steps", "2", *out], "`--eval-data` or `--eval-share` with `--eval-steps 2`"),
         ([model, "--data", questions, "--prompt", "what ?", *out], "the field `text` for `--prompt`"),
-        ([model, "--data", data, "--prompt", " ", *out], "`--prompt`"),
+        ([model, "--data", data, "--prompt", " ", *out], "`prompt`"),
         ([model, "--data", data, "--report-to", "paper", *out], "`--report-to` got paper: paper is not supported"),
     ]
     if find_spec("wandb") is None:
