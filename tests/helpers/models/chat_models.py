@@ -28,7 +28,8 @@ def make_chat_model(folder: Path, chat_template: str | None = TEMPLATE) -> Path:
     """Saves a model whose blocks have random weights, so that its answers follow its images."""
     make_text_checkpoint(folder / "text")
     make_vision_checkpoint(folder / "vision")
-    model = randomize(retrofit(folder / "text", folder / "vision", every=2), scale=1.0)
+    retrofitted = retrofit(folder / "text", folder / "vision", every=2, cross_attention={"gate": "tanh"})
+    model = randomize(retrofitted, scale=1.0)
     model.generation_config.eos_token_id = None  # answers of a fixed length
     model.save_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "text")
