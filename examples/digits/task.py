@@ -88,7 +88,7 @@ def make_model(recipe: Recipe) -> tuple[Any, XAttnProcessor]:
         vision,
         cross_attention_layers=[1, 2, 3],
         # A model of width 64 needs larger initial weights than a large model.
-        cross_attention={"qk_norm": True, "initializer_range": 0.12},
+        cross_attention={"qk_norm": True, "initializer_range": 0.12, "gate": "tanh"},
         connector_type="linear",
     )
     processor = XAttnProcessor(AutoImageProcessor.from_pretrained(vision), AutoTokenizer.from_pretrained(text))

@@ -174,7 +174,7 @@ def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
     """[`describe`] of a copy without weights: the model may be sharded or quantized."""
     skeleton = skeleton_of(model)
     if skeleton is not None:
-        with contextlib.suppress(RuntimeError):  # of a part that needs values to run
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # of a part that needs values to run
             return {name.removesuffix(", frozen"): value for name, value in describe(skeleton).items()}
     return {"blocks in front of layers": ", ".join(map(str, config.cross_attention_layers))}
 

@@ -92,7 +92,8 @@ def skeleton_of(model: Any) -> Any:
     """The model as loading would build it, without weights. None where the code of a custom part may not run."""
     try:
         with torch.device("meta"), ValuesComeLater():
-            return _class_of(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)  # type: ignore[attr-defined]
+            new = _class_of(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)  # type: ignore[attr-defined]
+            return new.eval()  # in training, a batch norm refuses the one image of the card
     except (RuntimeError, TypeError, ValueError) as error:
         logger.info(f"The model cannot be built anew: {error}")
         return None

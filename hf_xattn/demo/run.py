@@ -70,7 +70,7 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
         output / "vision",
         cross_attention_layers=[1, 2, 3],
         # A model of width 64 needs larger initial weights than a large model.
-        cross_attention={"qk_norm": True, "initializer_range": 0.12},
+        cross_attention={"qk_norm": True, "initializer_range": 0.12, "gate": "tanh"},
         connector_type="linear",
     )
     tokenizer = AutoTokenizer.from_pretrained(output / "text")

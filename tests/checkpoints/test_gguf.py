@@ -149,7 +149,7 @@ def test_adapter_only_on_a_gguf_base_that_moved(folder, tmp_path, caplog):
     os.rename(tmp_path / "here.gguf", tmp_path / "there.gguf")
     with pytest.raises(ValueError, match=r"base .*here\.gguf, where there is no file now. Pass `text_base=`"):
         XAttnForConditionalGeneration.from_pretrained(tmp_path / "added")
-    with pytest.raises(ValueError, match=r"loaded from .*here\.gguf, where there is no file now. Pass `text_base=`"):
+    with pytest.raises(ValueError, match=r"base .*here\.gguf, where there is no file now. Pass `text_base=`"):
         model.save_pretrained(tmp_path / "again", adapter_only=True)
     load_text(tmp_path / "there.gguf").save_pretrained(tmp_path / "converted")
     expected = logits(model, cross_attention_states=torch.ones(1, 3, 32))

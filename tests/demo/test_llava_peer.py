@@ -10,7 +10,7 @@ from helpers.models.tiny_gguf import write_gguf
 from helpers.models.tiny_models import needs_part
 from hf_xattn import XAttnProcessor
 from hf_xattn.demo.canvases import DigitPool, picture_of, to_pixel_values
-from hf_xattn.demo.checkpoints import language_model, make_vision_checkpoint
+from hf_xattn.demo.checkpoints import make_vision_checkpoint
 from hf_xattn.evaluation.evaluation import inputs_of
 from hf_xattn.utils.transformers_api import AutoImageProcessor
 
@@ -24,15 +24,15 @@ def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
     pool = DigitPool(held_out=False)
     make_vision_checkpoint(folder / "vision", pool, steps=1, seed=0)
-    text = language_model(write_gguf(folder / "tiny.gguf"), folder)
-    tokenizer = AutoTokenizer.from_pretrained(text, padding_side="left")
+    text = {"pretrained_model_name_or_path": folder, "gguf_file": write_gguf(folder / "tiny.gguf").name}
+    tokenizer = AutoTokenizer.from_pretrained(**text, padding_side="left")
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     images = AutoImageProcessor.from_pretrained(folder / "vision")
     processor = XAttnProcessor(images, tokenizer, image_token="<image>")
     tower = AutoModel.from_pretrained(folder / "vision").eval()
     torch.manual_seed(0)
-    llava = llava_of(AutoModelForCausalLM.from_pretrained(text).eval(), tower, processor.image_token_id)
-    return llava, AutoModelForCausalLM.from_pretrained(text).eval(), processor, pool
+    llava = llava_of(AutoModelForCausalLM.from_pretrained(**text).eval(), tower, processor.image_token_id)
+    return llava, AutoModelForCausalLM.from_pretrained(**text).eval(), processor, pool
 
 
 def test_text_alone_is_the_base(parts):

@@ -367,13 +367,15 @@ def test_refused(saved, data, tmp_path, capsys):
     folder = str(saved[0])
     (tmp_path / "bare").mkdir()
     for given, told in (
-        (["--limit", "0"], "--limit"),
         (["--prompt", "what ?"], "--prompt"),
         (["--card"], "model card"),
     ):
         model = str(tmp_path / "bare") if given == ["--card"] else folder
         assert main(["eval", model, "--data", str(data), *given]) == 2
         assert told in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["eval", folder, "--data", str(data), "--limit", "0"])
+    assert "--limit" in capsys.readouterr().err
     assert main(["eval", folder, "--data", f"{data}:0.5"]) == 2
     assert "without a weight for `--data`" in capsys.readouterr().err
     saved[1].save_pretrained(tmp_path / "without")

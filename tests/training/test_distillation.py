@@ -357,7 +357,7 @@ def test_divergence_falls(dtype, model, tmp_path, capsys):
 
 def test_texts_at_equal_distances(model, tmp_path, capsys, monkeypatch):
     """Texts that a look at every fourth row of a stream does not meet, so that the run is refused."""
-    monkeypatch.setattr(run_data, "PROBED", 10)
+    monkeypatch.setattr(run_data, "STREAM_ROWS", 10)
     data = write_examples(tmp_path / "data", [*CAPTIONS[:3], TEXTS[0]] * 10)
     options = ["--data", data, "--distill-text", "1", "--stream", "--steps", "1", *FAST]
     status, _, error = run_training(capsys, model, *options, "--output", tmp_path / "out")
