@@ -206,7 +206,7 @@ class VisionFeatures:
 
     def _digest_of(self, image: Any) -> str:
         """The SHA-256 of a picture's file."""
-        shown = "in the row" if isinstance(image, bytes) else f"{image!s:.80}"
+        shown = "in the row" if isinstance(image, bytes) else f"{image!s:.500}"  # longer texts are base64
         try:
             digest = digest_of(image)
         except (OSError, TypeError, ValueError) as error:
