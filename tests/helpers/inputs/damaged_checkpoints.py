@@ -233,7 +233,6 @@ PATH_LIKE = {
     "from_pretrained": ("x",),
     "__class__": ("x",),
     "_check_fields": (1,),
-    "num_labels": (10**9,),
     "cross_attention_layers": ([10**9], [-1], [0] * 100_000, "1,3", [1.0], {}, [[1]]),
     "text_config": (None, [], "llama", 3, {}),
     "vision_config": ([], "clip", 3),
