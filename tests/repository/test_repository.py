@@ -98,14 +98,21 @@ def test_errors_name_what_an_extra_installs():
         assert re.search(rf"pip install ['\"]{re.escape(first)}['\"]", code), first
 
 
+def commands_of(job):
+    """The commands of a workflow's job, all of whose actions are GitHub's own."""
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
+    return [step["run"] for step in job["steps"] if "run" in step]
+
+
 def test_the_workflow_calls_the_script():
     """A workflow that runs other commands than contributors do, or may write to the repository."""
     workflow = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert set(workflow[True]) == {"push", "pull_request"}  # YAML reads the key `on` so
-    (job,) = workflow["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
-    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
+    lint, run = (commands_of(workflow["jobs"][name]) for name in ("lint", "run"))
+    assert run == [".ci/run"] and len(workflow["jobs"]) == 2
+    script = (ROOT / ".ci" / "run").read_text()
+    assert all(command in script for command in lint[-1].split(" && "))
 
 
 def test_the_weekly_workflow():
@@ -113,14 +120,15 @@ def test_the_weekly_workflow():
     workflow = yaml.safe_load((GITHUB / "workflows" / "versions.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert workflow[True]["schedule"] == [{"cron": "0 5 * * 1"}] and "workflow_dispatch" in workflow[True]
-    (job,) = workflow["jobs"].values()
-    newest = job["strategy"]["matrix"]["include"][0]
-    assert newest == {"name": "newest", "install": "transformers torch torchvision", "upgrade": "--upgrade"}
-    run = [step["run"] for step in job["steps"] if "run" in step]
-    assert run[-1] == ".venv/bin/pytest -n 2 --dist loadfile $(cat .ci/core)"
+    matrix = workflow["jobs"]["core"]["strategy"]["matrix"]["include"]
+    assert matrix[0] == {"name": "newest", "install": "transformers torch torchvision", "upgrade": "--upgrade"}
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest is not None and oldest[1] in [entry.get("python") for entry in matrix]
+    core, slow = (commands_of(workflow["jobs"][name]) for name in ("core", "slow"))
+    assert core[-1] == ".venv/bin/pytest -n 2 --dist loadfile $(cat .ci/core)"
+    assert slow[-1] == ".venv/bin/pytest -n 2 --dist loadfile -m slow"
     readme = (ROOT / "README.md").read_text()
-    assert run[0] in readme  # the installation of the tests
-    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
+    assert core[0] == slow[0] and core[0] in readme  # the installation of the tests
 
 
 def test_no_test_file_imports_another():
