@@ -9,7 +9,6 @@ transformers collects no `cross_attentions` of decoder-only models, so the atten
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from .cache.image_cache import ImageCache
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
 from .call import check_cache
-from .decoders import text_inputs, vocabulary
+from .decoders import text_inputs
 from .decoders.decoder import holds_text
 from .images.conversation import PreparedImages, TextOfCall
 from .images.image_inputs import ImageInputs
@@ -31,7 +30,6 @@ from .images_xattn import XAttnImagesMixin
 from .layers.image_rows import refuse_to_cache
 from .outputs_xattn import XAttnGenerateBeamOutput, XAttnGenerateOutput
 from .utils.distributed import fsdp_forward
-from .utils.keywords import suggestion
 from .utils.tensor_checks import type_name
 from .utils.transformers_api import CACHE, has, needs, takes_cache
 
@@ -232,11 +230,6 @@ class XAttnGenerationMixin:
             config.suppress_tokens = None
         return config, model_kwargs
 
-    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own. Some of them look up the logits of the prompt's tokens."""
-        base: Any = super()
-        return vocabulary.with_added_tokens(self.config, base._get_logits_processor(*args, **kwargs))
-
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raises a `ValueError`: transformers' `generate_batch` and `cache_implementation="paged"` pass no images."""
         raise ValueError(
@@ -244,17 +237,6 @@ class XAttnGenerationMixin:
             f"not supported by {type(self).__name__}: it passes no images to the steps. Call `generate` with a batch. "
             "For text alone, call `generate_batch` of `model.model.text_model`."
         )
-
-    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        """transformers' own, which refuses unknown arguments. The error tells the name that is meant."""
-        base: Any = super()
-        try:
-            base._validate_model_kwargs(model_kwargs)
-        except ValueError as error:
-            known = inspect.signature(self.forward).parameters  # type: ignore[attr-defined]
-            unknown = {name: suggestion(name, known) for name in model_kwargs if name not in known}
-            meant = "".join(f" `{name}`:{words}" for name, words in unknown.items() if words)
-            raise ValueError(f"{error}.{meant}") from None
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args, **kwargs):
         given = model_kwargs.get(CACHE)

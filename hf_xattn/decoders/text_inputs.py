@@ -91,7 +91,7 @@ def check_in_vocabulary(name: str, ids: torch.Tensor, embedding: nn.Module, igno
     if not isinstance(embedding, nn.Embedding) or ids.device.type != "cpu" or is_fake(ids):
         return
     size = embedding.num_embeddings
-    if (additional := getattr(embedding, "additional", None)) is not None:  # see `decoders/vocabulary.py`
+    if (additional := getattr(embedding, "additional", None)) is not None:  # see `parts/vocabulary.py`
         size += additional.num_embeddings
     outside = (ids < 0) | (ids >= size)
     if ignored is not None:

@@ -7,8 +7,8 @@ import inspect
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
+from ..images.tower import ARRANGEMENTS, check_tower_class, needed_with_pixels
 from ..utils.towers import CLASSES, REFUSED, UNTESTED, class_of_type
-from .tower import ARRANGEMENTS, check_tower_class, needed_with_pixels
 
 
 def vision_model_types() -> list[str]:
