@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.utils import logging
 
 from .cache.cross_cache import CrossCache
-from .cache.image_layout import rows_to
+from .cache.image_layout import ImageLayout, rows_to
 from .cache.states import check_no_gradient, check_not_training
 from .cache.text_progress import TextProgress
 from .cache.visibility import Samples, decide_visibility
@@ -32,10 +32,9 @@ from .decoders.decoder import holds_text
 from .decoders.text_inputs import check_covered
 from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
 from .images.image_encoder import ImageEncoder
-from .images.image_inputs import NO_IMAGES, ImageInputs
+from .images.image_inputs import NO_IMAGES, ImageInputs, refuse_to_cache
 from .layers.context import CrossAttentionContext, Recorder
-from .layers.folded_mask import EVERYTHING, fold_mask
-from .layers.image_rows import ImageRows, Slots, refuse_to_cache
+from .layers.folded_mask import fold_mask
 from .layers.positions import Positions, text_positions, token_positions
 from .utils.distributed import is_distributed
 from .utils.tensor_checks import is_fake, type_name
@@ -73,7 +72,6 @@ class Decision(NamedTuple):
 
     sees: torch.Tensor | None  # `(rows, T or 1, N)`; None if the text sees everything
     progress: TextProgress | None  # after this text; None where it stays
-    by_image: bool  # whether `sees` has the rows of the images, because only padding hides image tokens
 
 
 def given_images(
@@ -259,29 +257,25 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
 
     Raises a `ValueError` if the decision needs image markers, and these are unknown or too few.
     """
-    layout, mask, rows = images.layout, images.mask, images.rows
-    assert layout is not None
+    layout, mask = images.layout_of_text, images.mask
     if images.unseen:
         assert layout.token_mask is not None
-        return Decision(layout.token_mask[:, None], None, False)
+        return Decision(layout.token_mask[:, None], None)
     progress = TextProgress(history=None) if call.cache is None else call.cache.progress
     decided = mask is not None and mask.decides(call.length, layout.num_tokens)
     samples = None if decided else call.samples
     if config.image_visibility == "all" and mask is None and progress.is_blank and samples is None:
-        # Padding alone hides image tokens. Its mask has the rows of the images, and is smaller.
-        padding = None if layout.token_mask is None else layout.token_mask[:, None]
-        return Decision(padding, None, True)
+        # Padding alone hides image tokens.
+        return Decision(None if layout.token_mask is None else layout.token_mask[:, None], None)
     if call.cache is not None:
         progress = call.cache.current_progress()
     markers = None
     if config.image_visibility != "all" or samples is not None:
         markers = _markers(config, call, decided)
         if mask is None:
-            _check_markers_of_images(config, call, markers, rows)
-    of_text = layout if rows is None else rows.layout_of_text(layout)
+            _check_markers_of_images(config, call, markers, layout)
     shape = call.rows, call.length
-    sees, after = decide_visibility(config.image_visibility, of_text, progress, markers, mask, *shape, samples)
-    return Decision(sees, after, False)
+    return Decision(*decide_visibility(config.image_visibility, layout, progress, markers, mask, *shape, samples))
 
 
 def find_keys_values(model: Any, call: Call, images: ImagesOfCall) -> CrossCache:
@@ -303,24 +297,23 @@ def find_keys_values(model: Any, call: Call, images: ImagesOfCall) -> CrossCache
 def make_context(
     config: XAttnConfig, call: Call, images: ImagesOfCall, decision: Decision, cross: CrossCache
 ) -> CrossAttentionContext:
-    block, rows, sees = config.cross_attention_config, images.rows, decision.sees
-    group = block.num_attention_heads // block.num_key_value_heads
-    shape: dict[str, Any] = {"text_len": call.length, "group": group, "null_key": block.quiet_softmax}
-    mask, visible = EVERYTHING
-    if rows is not None:
-        mask, visible = rows.fold(sees, by_image=decision.by_image, **shape)
-    elif sees is not None:
-        mask, visible = fold_mask(sees, image_rows=cross.rows, text_rows=call.rows, **shape)
+    block, rows = config.cross_attention_config, images.rows
+    mask, visible = fold_mask(
+        decision.sees,
+        image_rows=cross.rows if rows is None else call.rows,
+        text_rows=call.rows,
+        text_len=call.length,
+        group=block.num_attention_heads // block.num_key_value_heads,
+        null_key=block.quiet_softmax,
+    )
     positions = None
     if block.counts_text:
-        assert images.layout is not None
-        of_text = images.layout if rows is None else rows.layout_of_text(images.layout)
-        positions = Positions(call.positions, token_positions(of_text.token_mask))
+        positions = Positions(call.positions, token_positions(images.layout_of_text.token_mask))
     return CrossAttentionContext(
         cache=cross,
         mask=mask,
         visible=visible,
-        slots=None if rows is None else Slots(rows.slots, rows.slot_of_row),
+        rows=None if rows is None else rows.clamp(min=0),
         positions=positions,
         recorder=None if images.unseen else Recorder(call.output_attentions),
     )
@@ -383,7 +376,7 @@ def _found_markers(config: XAttnConfig, call: Call) -> torch.Tensor | None:
     return input_ids == marker
 
 
-def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Tensor, rows: ImageRows | None) -> None:
+def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Tensor, layout: ImageLayout) -> None:
     """Raises a `ValueError` if no text token can see an image: its row has too few markers, and no text will follow.
 
     Training on such rows would change nothing, because the gradient of every block is zero.
@@ -396,9 +389,7 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
         or is_fake(markers)
     ):
         return
-    of_images, real = call.images.counts, call.images.real_images
-    total = rows_to(of_images, call.rows) if rows is None else rows.counts_of_text(of_images)
-    total, found = total.to(markers.device), markers.sum(dim=-1)
+    total, found = rows_to(layout.counts, call.rows).to(markers.device), markers.sum(dim=-1)
     if call.samples is not None:
         call.samples.check_images(config, total, found)
     if torch.compiler.is_compiling():
@@ -409,11 +400,11 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
             f"`image_visibility={config.image_visibility!r}`: {total.tolist()} images a row, got {found.tolist()} "
             "markers. If the rest of the text follows in another call, pass `use_cache=True`."
         )
-    if config.image_visibility == "all" or real is None:
+    if config.image_visibility == "all" or layout.image_mask is None:
         return
     # A hidden image in front of a real one takes no marker: the markers after it would all show the next image.
-    hidden = (real.long().diff(dim=-1) > 0).any(dim=-1)
-    hidden = (rows_to(hidden, call.rows) if rows is None else rows.counts_of_text(hidden)).to(markers.device)
+    hidden = (layout.image_mask.long().diff(dim=-1) > 0).any(dim=-1)
+    hidden = rows_to(hidden, call.rows).to(markers.device)
     if bool((hidden & (found > total)).any()):
         raise ValueError(
             f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image that "

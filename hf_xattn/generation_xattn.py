@@ -25,9 +25,8 @@ from .call import check_cache
 from .decoders import text_inputs
 from .decoders.decoder import holds_text
 from .images.conversation import PreparedImages, TextOfCall
-from .images.image_inputs import ImageInputs
+from .images.image_inputs import ImageInputs, refuse_to_cache
 from .images_xattn import XAttnImagesMixin
-from .layers.image_rows import refuse_to_cache
 from .outputs_xattn import XAttnGenerateBeamOutput, XAttnGenerateOutput
 from .utils.distributed import fsdp_forward
 from .utils.tensor_checks import type_name

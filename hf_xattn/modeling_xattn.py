@@ -36,7 +36,6 @@ from .images.tower import check_tower_class
 from .images.vision import build_tower
 from .images_xattn import XAttnDelegationMixin, XAttnImagesMixin
 from .layers.context import CrossAttentionContext
-from .layers.image_rows import refuse_data_parallel
 from .outputs_xattn import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .utils.custom_code import build_part
 from .utils.tensor_checks import check_integers, check_tensor
@@ -138,8 +137,13 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         images, cache = call.images, call.cache
         brings = images is not NO_IMAGES and (not isinstance(images, ImageInputs) or images.images is not None)
         if isinstance(images, ImageInputs):
-            if images.image_rows is not None:
-                refuse_data_parallel(self)
+            if images.image_rows is not None and getattr(self, "_is_replica", False):
+                # `DataParallel` gives the GPUs as many parts of a batch as its smallest tensor has rows.
+                raise ValueError(
+                    "Expected `image_rows` in a process for each GPU, got it under `torch.nn.DataParallel`, which "
+                    "`Trainer` uses with several GPUs in one process: it cuts text and images into parts that do not "
+                    "belong together, and drops text rows. Use `torchrun` or `accelerate launch`."
+                )
             if cache is not None and (brings or call.starts or cache.cross_attention_cache.read_by != self._folder):
                 self._check_made_here(cache.cross_attention_cache)  # where images come in, or are read first
         if call.cross is not None and call.cross.layers:

@@ -108,6 +108,17 @@ class ImageLayout:
             image_mask=take(self.image_mask),
         )
 
+    def of_text(self, image_rows: torch.Tensor) -> ImageLayout:
+        """The layout with masks of one row for each text row; `image_rows` `(B,)` as in [`values_of_text`]."""
+        if self.token_mask is None and not bool((image_rows < 0).any()):
+            return self
+        ones = self.image_of_token.new_ones(int(image_rows.max()) + 1, 1, dtype=torch.bool)
+        images, tokens = (
+            values_of_text(ones.expand(-1, size) if mask is None else mask, image_rows)
+            for mask, size in ((self.image_mask, self.num_images), (self.token_mask, self.num_tokens))
+        )
+        return replace(self, image_mask=images, token_mask=tokens)
+
     def narrowed(self, image_mask: torch.Tensor | None, token_mask: torch.Tensor | None) -> ImageLayout:
         """Hides what a caller's masks exclude: images `(rows, num_images)` and tokens `(rows, N)`."""
         images, tokens = self.image_mask, self.token_mask
@@ -122,6 +133,12 @@ class ImageLayout:
 def rows_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Repeats the rows of a tensor, so that each of `rows` text rows has its own."""
     return tensor if tensor.shape[0] == rows else tensor.repeat_interleave(rows // tensor.shape[0], dim=0)
+
+
+def values_of_text(values: torch.Tensor, image_rows: torch.Tensor) -> torch.Tensor:
+    """Values `(R, ...)` of image rows as `(B, ...)`, for text rows that look at `image_rows` `(B,)`; zeros for a -1."""
+    rows = image_rows.to(values.device)
+    return values[rows.clamp(min=0)].masked_fill((rows < 0).view(-1, *[1] * (values.dim() - 1)), 0)
 
 
 def _both(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from ..cache.image_layout import ImageLayout
 from ..cache.pytrees import dataclass_node
 from ..cache.text_progress import CallersMask
 from ..cache.xattn_cache import XAttnCache
-from ..layers.image_rows import ImageRows
 from .image_encoder import ImageEncoder, ImageSource, NewImages, StoredImages
 from .image_inputs import ImageInputs
 from .known_images import check_known_mask, check_markers
@@ -49,10 +48,16 @@ class ImagesOfCall(NamedTuple):
     layout: ImageLayout | None  # of all images, the cached ones first; None if there are no images
     mask: CallersMask | None  # the caller's decision for the text that follows
     stored: StoredImages | None = None  # in place of `new`, where a source knows the images
-    rows: ImageRows | None = None  # the image row of each text row; None if they are shared in equal numbers, in order
+    rows: torch.Tensor | None = None  # see [`ImageInputs.rows_of_text`]
     zero: torch.Tensor | None = None  # of weights that other processes use (`XAttnImagesMixin.zero_of_others`)
     unseen: bool = False  # these are stand-in images that no text sees (`XAttnImagesMixin.images_of_nobody`)
     ready: CrossCache | None = None  # their keys and values, if nothing has to be computed
+
+    @property
+    def layout_of_text(self) -> ImageLayout:
+        """The layout with masks in the rows of the text, or in fewer rows that the text shares in order."""
+        assert self.layout is not None
+        return self.layout if self.rows is None else self.layout.of_text(self.rows)
 
 
 def read_images(
@@ -74,8 +79,7 @@ def read_images(
     rows = None
     if inputs.images is not None:
         inputs.check_device(inputs.images.device, "images")
-        if inputs.image_rows is not None:
-            rows = ImageRows.of(inputs.image_rows, inputs.images.shape[0])
+        rows = inputs.rows_of_text()
         if text.packed is not None and encoder.numbering is not None:
             inputs = encoder.numbering.in_samples(encoder.config, inputs, text.packed, rows)
     new, axes, again = encoder.read(inputs, cached, record_content, source)

@@ -16,7 +16,6 @@ from ..cache.image_layout import ImageLayout, rows_to
 from ..cache.pytrees import dataclass_node
 from ..cache.real_tokens import real_coordinates
 from ..configuration_xattn import XAttnConfig
-from ..layers.image_rows import ImageRows
 from ..utils.distributed import check_callable, has_units, is_distributed
 from .connector import XAttnConnector, check_square
 from .image_inputs import ImageAxis, ImageInputs
@@ -66,7 +65,7 @@ class Numbering(Protocol):
     def in_row(self, images: ImageInputs, real: torch.Tensor | None, cached: ImageLayout | None) -> ImageInputs: ...
 
     def in_samples(
-        self, config: XAttnConfig, images: ImageInputs, text: Any, rows: ImageRows | None
+        self, config: XAttnConfig, images: ImageInputs, text: Any, rows: torch.Tensor | None
     ) -> ImageInputs: ...
 
     def check_hidden(self, image_mask: torch.Tensor, cached: ImageLayout) -> None: ...

@@ -25,7 +25,6 @@ from ..cache.real_tokens import RealTokens, real_tokens
 from ..configuration_xattn import CrossAttentionConfig
 from ..utils.tensor_checks import check_bool, check_tensor, type_name
 from .folded_mask import fold_mask
-from .image_rows import Slots
 from .positions import Positions, positions_in_images, token_positions
 
 
@@ -117,7 +116,8 @@ class CrossAttentionContext(ModelOutput):
     keys_values: KeyValue | None = None  # those of a layer that is used on its own, in place of `cache`
     mask: torch.Tensor | None = None  # see [`FoldedMask`]
     visible: torch.Tensor | None = None  # see [`FoldedMask`]
-    slots: Slots | None = None  # see [`ImageRows`]; None if image rows are shared in equal numbers, in order
+    # `(B,)`, the row of keys and values of each text row; None if the text shares the rows in equal numbers, in order
+    rows: torch.Tensor | None = None
     positions: Positions | None = None  # of text and images; None for 0 ... T - 1 and 0 ... N - 1
     recorder: Recorder | None = None  # what blocks record to
 
@@ -126,7 +126,11 @@ class CrossAttentionContext(ModelOutput):
         if self.keys_values is not None:
             return self.keys_values
         assert self.cache is not None
-        return self.cache.layers[layer_idx].read()
+        key, value = self.cache.layers[layer_idx].read()
+        if self.rows is None:
+            return key, value
+        rows = self.rows.to(key.device)
+        return key[rows], value[rows]
 
 
 def no_context(given: Any) -> TypeError:
