@@ -33,8 +33,7 @@ from .decoders.text_inputs import check_covered
 from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
 from .images.image_encoder import ImageEncoder
 from .images.image_inputs import NO_IMAGES, ImageInputs, refuse_to_cache
-from .layers.context import CrossAttentionContext, Recorder
-from .layers.folded_mask import fold_mask
+from .layers.context import CrossAttentionContext, Recorder, fold_mask
 from .layers.positions import Positions, text_positions, token_positions
 from .utils.distributed import is_distributed
 from .utils.tensor_checks import is_fake, type_name

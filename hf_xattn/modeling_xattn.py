@@ -93,7 +93,7 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         return find_decoder(self.text_model)[0]
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """`PreTrainedModel.get_encoder`, but the whole model for a decoder with a channel (see `decoders/channel.py`).
+        """`PreTrainedModel.get_encoder`, but the whole model for a decoder with a channel (see `layers/context.py`).
 
         transformers' exporters export an encoder and a decoder separately. A decoder that does not take the images as
         an argument would silently be exported without images. So the exporters export such a model as one.

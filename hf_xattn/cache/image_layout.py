@@ -1,5 +1,10 @@
 """Describes the image tokens of a batch: the image of each token, padding, and digests of the content.
 
+Rows with fewer images than the widest, and images with fewer tiles than others, are padded, and masks tell where. The
+real tokens are read on the host, so that padding costs no work. A GPU waits once for the values of these masks, where
+images come in; a layout remembers them, so no decode step waits. Compiled, exported and captured code has no values to
+read: there the answer is None, and the padding is computed and masked.
+
 A layout never changes, because caches and conversations share it. A conversation that adds or hides images gets a new
 layout. The dataclass is not frozen, because transformers' exporters set attributes to move the tensors of a cache to
 the model's device.
@@ -8,12 +13,33 @@ the model's device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..utils.tensor_checks import has_values
 from .digests import Digests
 from .pytrees import UnexportedValue, dataclass_node
+
+
+class RealTokens(NamedTuple):
+    """Where the real tokens of a batch stand."""
+
+    coordinates: torch.Tensor  # `(2, M)`, row and column of each
+    shape: tuple[int, int]  # R and N
+
+    def take(self, states: torch.Tensor) -> torch.Tensor:
+        """`(R, N, width)` to `(1, M, width)`."""
+        rows, columns = self.coordinates.to(states.device)
+        return states[rows, columns][None]
+
+    def spread(self, states: torch.Tensor, null_token: bool) -> torch.Tensor:
+        """`(1, M, heads, width)` to a contiguous `(R, heads, N, width)`. Padding and null token are zeros."""
+        (rows, columns), (num_rows, num_tokens) = self.coordinates.to(states.device), self.shape
+        _, _, heads, width = states.shape
+        padded = states.new_zeros(num_rows, heads, num_tokens + null_token, width)
+        padded[rows, :, columns + int(null_token)] = states[0]
+        return padded
 
 
 @dataclass_node
@@ -32,8 +58,8 @@ class ImageLayout:
     digests: tuple[Digests, ...] | None = None
 
     def __post_init__(self) -> None:
-        # What `cache/real_tokens.py` has read of the masks, in a tuple; None if it has not yet.
-        self.real_tokens: UnexportedValue[Any] = UnexportedValue(None)
+        # What [`real_tokens`] has read of the masks, in a tuple; None if it has not yet.
+        self._real_tokens: UnexportedValue[Any] = UnexportedValue(None)
 
     @classmethod
     def of(
@@ -68,6 +94,18 @@ class ImageLayout:
     def mask_rows(self) -> int:
         """Number of rows of the masks; 1 if there is no mask."""
         return max((mask.shape[0] for mask in (self.token_mask, self.image_mask) if mask is not None), default=1)
+
+    def real_tokens(self, rows: int) -> RealTokens | None:
+        """The real tokens of `rows` image rows, or None if all tokens are real, or none is."""
+        mask = self.token_mask
+        if mask is None or not has_values(mask):
+            return None
+        if getattr(self._real_tokens, "value", None) is None:
+            real = rows_to(mask, max(rows, mask.shape[0])).unflatten(0, (rows, -1)).any(dim=1)
+            coordinates = torch.stack(real.nonzero(as_tuple=True))
+            some = 0 < coordinates.shape[1] < real.numel()
+            self._real_tokens.value = (RealTokens(coordinates, (real.shape[0], real.shape[1])) if some else None,)
+        return self._real_tokens.value[0]
 
     def append(self, later: ImageLayout) -> ImageLayout:
         """The layout of these images, followed by `later` images of the same rows."""
@@ -128,6 +166,14 @@ class ImageLayout:
         if token_mask is not None:
             tokens = _both(tokens, token_mask)
         return replace(self, image_mask=images, token_mask=tokens)
+
+
+def real_coordinates(real: torch.Tensor | None) -> list[tuple[int, int]] | None:
+    """The (row, image) of each real image in `(R, n)`, or None if all are real."""
+    if real is None or not has_values(real):
+        return None
+    coordinates = [(row, image) for row, image in real.nonzero().tolist()]
+    return None if len(coordinates) == real.numel() else coordinates
 
 
 def rows_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:

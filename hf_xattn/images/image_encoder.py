@@ -12,9 +12,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..cache.cross_cache import CrossCache, KeyValue
 from ..cache.digests import Digests, digests_of
-from ..cache.image_layout import ImageLayout, rows_to
+from ..cache.image_layout import ImageLayout, real_coordinates, rows_to
 from ..cache.pytrees import dataclass_node
-from ..cache.real_tokens import real_coordinates
 from ..configuration_xattn import XAttnConfig
 from ..utils.distributed import check_callable, has_units, is_distributed
 from .connector import XAttnConnector, check_square

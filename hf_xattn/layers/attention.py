@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache.real_tokens import RealTokens
+from ..cache.image_layout import RealTokens
 from ..cache.states import States
 from ..configuration_xattn import CrossAttentionConfig
 from ..utils.parts import POSITIONS

@@ -16,8 +16,7 @@ from hf_xattn import retrofit
 from hf_xattn.cache.image_layout import ImageLayout
 from hf_xattn.cache.text_progress import CallersMask, History, TextProgress
 from hf_xattn.cache.visibility import decide_visibility, image_order, visible_images
-from hf_xattn.layers.context import check_cross_attention_mask
-from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
+from hf_xattn.layers.context import EVERYTHING, check_cross_attention_mask, fold_mask
 
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}

@@ -22,7 +22,7 @@ from helpers.inputs.attention_inputs import (
 )
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
 from hf_xattn.layers import kernels
-from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
+from hf_xattn.layers.context import EVERYTHING, fold_mask
 from hf_xattn.layers.positions import Positions
 from hf_xattn.parts.position_bias import relative_position_bucket
 
