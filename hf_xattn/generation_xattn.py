@@ -172,9 +172,7 @@ class XAttnGenerationMixin:
             if input_ids is None:
                 text_inputs.check_embeds(text, self.model.text_model.get_input_embeddings())
             else:
-                name = "input_ids" if inputs is None else "inputs"
-                text_inputs.check_ids(name, input_ids)
-                text_inputs.check_in_vocabulary(name, input_ids, self.model.text_model.get_input_embeddings())
+                text_inputs.check_ids("input_ids" if inputs is None else "inputs", input_ids)
             xattn_cache = cache if isinstance(cache, XAttnCache) else None
             mask, embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
             if mask is not None and (input_ids is None or embeds is None):  # with both, the mask covers the longer one

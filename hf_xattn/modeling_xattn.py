@@ -240,8 +240,7 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         Raises:
             TypeError: for unknown keywords, arguments that are not tensors, masks that are not boolean, or states and
                 pixels that are not floating point.
-            ValueError: for wrong shapes, an empty text, ids outside the vocabulary (checked only on a CPU, because a
-                GPU would have to wait for the check), pixels without a vision tower, or contradictory arguments.
+            ValueError: for wrong shapes, an empty text, pixels without a vision tower, or contradictory arguments.
         """
         if kwargs:
             self._interface.check_keywords(self.forward, kwargs, body=True)
@@ -421,7 +420,7 @@ class XAttnForConditionalGeneration(
         for name, given in (("labels", labels), ("shift_labels", kwargs.get("shift_labels"))):
             if given is not None:
                 ignored = IGNORED if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
-                check_labels(name, given, input_ids, inputs_embeds, logits_to_keep, self.get_input_embeddings, ignored)
+                check_labels(name, given, inputs_embeds if input_ids is None else input_ids, logits_to_keep, ignored)
                 # A decoder's own loss does not support logits of added tokens, and ignores `shift_labels` alone.
                 own_loss = self.config.additional_vocab_in_head or labels is None
         if labels is not None or own_loss:
