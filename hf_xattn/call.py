@@ -284,7 +284,7 @@ def find_keys_values(model: Any, call: Call, images: ImagesOfCall) -> CrossCache
     cross, zero = CrossCache() if call.cross is None or images.unseen else call.cross, images.zero
     if images.new is None:
         return cross if zero is None else cross.plus_zero(zero)
-    assert images.layout is not None
+    assert images.layout is not None and images.new.states is not None
     # FSDP reduces gradients of the projections where their input requires one: it must on every rank.
     states = images.new.states if zero is None else images.new.states + zero.to(images.new.states.dtype)
     seen = CrossCache(cross.cache_dtype)
