@@ -32,8 +32,7 @@ from .generation_xattn import XAttnGenerationMixin
 from .images.connector import XAttnConnector, new_connector
 from .images.conversation import PreparedImages
 from .images.image_inputs import NO_IMAGES, ImageInputs, refuse_lost_mask
-from .images.tower import check_tower_class
-from .images.vision import build_tower
+from .images.tower import build_tower, check_tower_class
 from .images_xattn import XAttnDelegationMixin, XAttnImagesMixin
 from .layers.context import CrossAttentionContext
 from .outputs_xattn import XAttnMoeCausalLMOutput, XAttnMoeModelOutput

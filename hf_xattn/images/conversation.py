@@ -33,7 +33,7 @@ from ..cache.xattn_cache import XAttnCache
 from ..utils.tensor_checks import has_values
 from .image_encoder import FoundImages, ImageEncoder, ImageSource, without_padding_tokens
 from .image_inputs import ImageAxis, ImageInputs
-from .vision import token_mask_of
+from .tower import token_mask_of
 
 
 logger = logging.get_logger(__name__)

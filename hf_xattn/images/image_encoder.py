@@ -16,8 +16,7 @@ from ..configuration_xattn import XAttnConfig
 from ..utils.distributed import check_callable, has_units, is_distributed
 from .connector import XAttnConnector, check_square
 from .image_inputs import ImageInputs
-from .tower import Arrangement, check_not_trained, states_for_all_weights
-from .vision import blank_image, run_tower
+from .tower import Arrangement, blank_image, check_not_trained, run_tower, states_for_all_weights
 
 
 class FoundImages(Protocol):

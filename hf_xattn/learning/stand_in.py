@@ -26,7 +26,7 @@ from ..cache.image_layout import ImageLayout
 from ..decoders.insertion import BLOCKS
 from ..images.conversation import ImagesOfCall, NewImages
 from ..images.image_encoder import ImageEncoder
-from ..images.vision import blank_image
+from ..images.tower import blank_image
 from ..utils.architectures import vision_feature_size
 from ..utils.distributed import compute_device, has_units, is_distributed
 from ..utils.parts import CONNECTORS
