@@ -15,7 +15,7 @@ A step that fails leaves the cache as it was: only `commit` writes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
@@ -25,7 +25,7 @@ from .cache.cross_cache import CrossCache
 from .cache.image_layout import ImageLayout, rows_to
 from .cache.states import check_no_gradient, check_not_training
 from .cache.text_progress import TextProgress
-from .cache.visibility import Samples, decide_visibility
+from .cache.visibility import Samples, Visibility, decide_visibility
 from .cache.xattn_cache import XAttnCache
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import holds_text
@@ -64,13 +64,6 @@ class Call:
     trains: bool  # whether the model is in training mode and computes gradients
     samples: Samples | None  # None if no row is packed
     positions: torch.Tensor | None  # `(rows or 1, length)`, of the text; None if nothing in the blocks reads them
-
-
-class Decision(NamedTuple):
-    """What the text of a call sees."""
-
-    sees: torch.Tensor | None  # `(rows, T or 1, N)`; None if the text sees everything
-    progress: TextProgress | None  # after this text; None where it stays
 
 
 def given_images(
@@ -122,6 +115,13 @@ def read_call(
     continues = given_cache is not None or bool(use_cache)
     if shares_images and continues:
         refuse_to_cache("`use_cache=True`" if given_cache is None else "`cache`")
+    if shares_images and getattr(model, "_is_replica", False):
+        # `DataParallel` gives the GPUs as many parts of a batch as its smallest tensor has rows.
+        raise ValueError(
+            "Expected `image_rows` in a process for each GPU, got it under `torch.nn.DataParallel`, which `Trainer` "
+            "uses with several GPUs in one process: it cuts text and images into parts that do not belong together, "
+            "and drops text rows. Use `torchrun` or `accelerate launch`."
+        )
     use_cache = bool(wants_cache) and uncached is None and samples is None and not shares_images
     cache = None
     if given_cache is not None or use_cache:
@@ -251,7 +251,7 @@ def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:
     return read_images(encoder, call.images, call.cache, text, record)
 
 
-def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
+def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Visibility:
     """Decides which image tokens each text token of a call sees.
 
     Raises a `ValueError` if the decision needs image markers, and these are unknown or too few.
@@ -259,13 +259,13 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
     layout, mask = images.layout_of_text, images.mask
     if images.unseen:
         assert layout.token_mask is not None
-        return Decision(layout.token_mask[:, None], None)
+        return Visibility(layout.token_mask[:, None], None)
     progress = TextProgress(history=None) if call.cache is None else call.cache.progress
     decided = mask is not None and mask.decides(call.length, layout.num_tokens)
     samples = None if decided else call.samples
     if config.image_visibility == "all" and mask is None and progress.is_blank and samples is None:
         # Padding alone hides image tokens.
-        return Decision(None if layout.token_mask is None else layout.token_mask[:, None], None)
+        return Visibility(None if layout.token_mask is None else layout.token_mask[:, None], None)
     if call.cache is not None:
         progress = call.cache.current_progress()
     markers = None
@@ -274,7 +274,7 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
         if mask is None:
             _check_markers_of_images(config, call, markers, layout)
     shape = call.rows, call.length
-    return Decision(*decide_visibility(config.image_visibility, layout, progress, markers, mask, *shape, samples))
+    return decide_visibility(config.image_visibility, layout, progress, markers, mask, *shape, samples)
 
 
 def find_keys_values(model: Any, call: Call, images: ImagesOfCall) -> CrossCache:
@@ -294,11 +294,11 @@ def find_keys_values(model: Any, call: Call, images: ImagesOfCall) -> CrossCache
 
 
 def make_context(
-    config: XAttnConfig, call: Call, images: ImagesOfCall, decision: Decision, cross: CrossCache
+    config: XAttnConfig, call: Call, images: ImagesOfCall, visibility: Visibility, cross: CrossCache
 ) -> CrossAttentionContext:
     block, rows = config.cross_attention_config, images.rows
     mask, visible = fold_mask(
-        decision.sees,
+        visibility.sees,
         image_rows=cross.rows if rows is None else call.rows,
         text_rows=call.rows,
         text_len=call.length,
@@ -321,15 +321,15 @@ def make_context(
 def commit(
     call: Call,
     images: ImagesOfCall | None,
-    decision: Decision | None,
+    visibility: Visibility | None,
     seen: CrossCache | None,
 ) -> None:
-    """Updates the cache of a forward that may write. `images`, `decision` and `seen` are None for text alone."""
+    """Updates the cache of a forward that may write. `images`, `visibility` and `seen` are None for text alone."""
     cache = call.cache
     assert cache is not None
     cross = cache.cross_attention_cache
     if images is not None and not images.unseen:
-        assert images.layout is not None and decision is not None and seen is not None
+        assert images.layout is not None and visibility is not None and seen is not None
         if images.new is None:
             cross.layout = images.layout
         else:
@@ -338,8 +338,8 @@ def commit(
             if cache.offloads:
                 cross.offload_all()
             cache.mark_updated(len(cross.layers))
-        if decision.progress is not None:
-            cache.progress = decision.progress
+        if visibility.progress is not None:
+            cache.progress = visibility.progress
     if call.starts:
         cache.text_rows = call.rows
     if cache.is_stateful():

@@ -31,7 +31,7 @@ from .extras_xattn import XAttnExtrasMixin, XAttnOuterExtrasMixin
 from .generation_xattn import XAttnGenerationMixin
 from .images.connector import XAttnConnector, new_connector
 from .images.conversation import PreparedImages
-from .images.image_inputs import NO_IMAGES, ImageInputs, refuse_lost_mask
+from .images.image_inputs import ImageInputs, refuse_lost_mask
 from .images.tower import build_tower, check_tower_class
 from .images_xattn import XAttnDelegationMixin, XAttnImagesMixin
 from .layers.context import CrossAttentionContext
@@ -114,39 +114,23 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         check_text(text, given_cache is None, self.get_input_embeddings)
         call = read_call(self, text, images, given_cache, use_cache, output_attentions, output_cross_attentions)
         cross = call.cross
-        read_first = cross is not None and cross.layers and (call.starts or cross.read_by != self._folder)
-        if images is not NO_IMAGES or read_first:
-            self._check_cache(call)
-        found, decision, seen, context = find_images(self, call), None, None, None
+        if isinstance(images, ImageInputs) and cross is not None and cross.layers:
+            if images.images is not None or call.starts or cross.read_by != self._folder:
+                self._check_made_here(cross)
+                cross.read_by = self._folder
+        found, sees, keys_values, context = find_images(self, call), None, None, None
         if found is not None:
-            decision = decide(self.config, call, found)
-            seen = find_keys_values(self, call, found)
-            context = make_context(self.config, call, found, decision, seen)
+            sees = decide(self.config, call, found)
+            keys_values = find_keys_values(self, call, found)
+            context = make_context(self.config, call, found, sees, keys_values)
         # A cache of the caller's is left as it was if the decoder fails.
         with contextlib.nullcontext() if given_cache is None else whole_or_not_at_all(call.cache):
             outputs = self._interface.call(runner, call.text, context, call.text_cache, call.use_cache)
             weights = None if context is None else self._weights_of_blocks(context, call)
             if call.cache is not None and call.uncached is None:
-                commit(call, found, decision, seen)
+                commit(call, found, sees, keys_values)
         cache = call.cache if call.cache is not None else outputs.get(self._interface.cache_argument)
         return outputs, (cache if call.use_cache else None), weights
-
-    def _check_cache(self, call: Call) -> None:
-        """Raises a `ValueError` for images that other weights have encoded, or that no block could read."""
-        images, cache = call.images, call.cache
-        brings = images is not NO_IMAGES and (not isinstance(images, ImageInputs) or images.images is not None)
-        if isinstance(images, ImageInputs):
-            if images.image_rows is not None and getattr(self, "_is_replica", False):
-                # `DataParallel` gives the GPUs as many parts of a batch as its smallest tensor has rows.
-                raise ValueError(
-                    "Expected `image_rows` in a process for each GPU, got it under `torch.nn.DataParallel`, which "
-                    "`Trainer` uses with several GPUs in one process: it cuts text and images into parts that do not "
-                    "belong together, and drops text rows. Use `torchrun` or `accelerate launch`."
-                )
-            if cache is not None and (brings or call.starts or cache.cross_attention_cache.read_by != self._folder):
-                self._check_made_here(cache.cross_attention_cache)  # where images come in, or are read first
-        if call.cross is not None and call.cross.layers:
-            call.cross.read_by = self._folder
 
     def _weights_of_blocks(self, context: CrossAttentionContext, call: Call) -> tuple[torch.Tensor, ...] | None:
         """The attention weights of all blocks, if requested.

@@ -49,7 +49,7 @@ class Visibility(NamedTuple):
     """What the text of a call sees, and the progress after the call."""
 
     sees: torch.Tensor | None  # `(rows, T or 1, N)`, where `rows` divides B; None if the text sees everything
-    progress: TextProgress
+    progress: TextProgress | None  # None where it stays as it was
 
 
 def decide_visibility(
