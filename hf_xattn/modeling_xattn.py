@@ -32,7 +32,7 @@ from .generation_xattn import XAttnGenerationMixin
 from .images.connector import XAttnConnector, new_connector
 from .images.conversation import PreparedImages
 from .images.image_inputs import ImageInputs, refuse_lost_mask
-from .images.tower import build_tower, check_tower_class
+from .images.tower import build_tower
 from .images_xattn import XAttnDelegationMixin, XAttnImagesMixin
 from .layers.context import CrossAttentionContext
 from .outputs_xattn import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
@@ -62,8 +62,6 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         was_given = text_model is not None
         if text_model is None:
             text_model = build_part(AutoModelForCausalLM, config.text_config)
-        if vision_tower is not None:
-            check_tower_class("vision_tower", type(vision_tower))
         check_insertable(text_model)
         self._interface = DecoderInterface.of(text_model)
         with self.taking_over(text_model, was_given, vision_tower):

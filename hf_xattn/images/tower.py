@@ -1,10 +1,8 @@
-"""The vision tower: which models can be one, and how it is called, whatever its output looks like."""
+"""Calls a vision tower, whatever its output looks like. Which models can be one tells `parts/towers.py`."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
@@ -20,7 +18,7 @@ from ..utils.architectures import layers_width
 from ..utils.custom_code import build_part
 from ..utils.distributed import has_units
 from ..utils.tensor_checks import type_name
-from ..utils.towers import CHANNELS_LAST, ONE_ROW, REFUSED, TEXT_IS_OPTIONAL, class_of, own_class
+from ..utils.towers import CHANNELS_LAST, ONE_ROW, own_class
 
 
 # The flag of transformers' towers that resize their learned position embeddings only where they are asked to.
@@ -30,6 +28,7 @@ FIXED_SIZE_TYPES = ("aimv2_vision_model",)
 POSITION_EMBEDDINGS = ("position_embedding", "position_embeddings")
 MASK_TOKEN = "mask_token"
 UNSIZED = 224  # pixels of a side of a blank image, where the configuration says no size
+NO_HIDDEN_STATE = "a vision model whose output has `last_hidden_state`, got a {}, whose output has"
 PASS_ITS_BASE = "Pass the `base_model` of a model with a head, and the vision part of a model for text and images."
 
 
@@ -75,92 +74,11 @@ class Arrangement(Protocol):
 ARRANGEMENTS: dict[str, type[Arrangement]] = {}
 
 
-def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
-    """Raises a `ValueError` for a model that cannot be called with pixels alone, or returns no `last_hidden_state`.
-
-    `name` is the argument that names the tower.
-    """
-    model_type = getattr(tower_class.config_class, "model_type", None)
-    if model_type in ARRANGEMENTS:  # which give the tower what else it needs
-        return
-    parameters = inspect.signature(tower_class.forward).parameters
-    if "pixel_values" not in parameters:
-        raise ValueError(
-            f"Expected `{name}` to be a vision model, which takes `pixel_values`, got a {tower_class.__name__}, which "
-            "does not."
-        )
-    needed = needed_with_pixels(tower_class)
-    if needed:
-        raise ValueError(
-            f"Expected `{name}` to be a vision model that takes `pixel_values` alone, got a {tower_class.__name__}, "
-            f"which also needs {', '.join(f'`{parameter}`' for parameter in needed)}."
-        )
-    outputs = _annotated_outputs(tower_class)
-    if outputs and not any("last_hidden_state" in fields for fields in outputs.values()):
-        fields = sorted(set().union(*outputs.values()))
-        raise ValueError(f"Expected `{name}` to be {no_hidden_state(tower_class)} {fields}. {PASS_ITS_BASE}")
-    reason = REFUSED.get(str(model_type))
-    if reason is None and next(iter([*parameters][1:]), None) == "input_ids" and model_type not in TEXT_IS_OPTIONAL:
-        reason = f"it reads text, too. {PASS_ITS_BASE[:-1]}"
-    if reason is not None:
-        raise ValueError(
-            f"Expected `{name}` to be a vision model that gives each picture features of its own, got a "
-            f"{tower_class.__name__}, which cannot be a tower: {reason}."
-        )
-
-
-def needed_with_pixels(tower_class: type[PreTrainedModel]) -> list[str]:
-    """Arguments without which the `forward` of a vision model cannot be called, besides `pixel_values`."""
-    return [
-        parameter.name
-        for parameter in inspect.signature(tower_class.forward).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        and parameter.name not in ("self", "pixel_values")
-    ]
-
-
-def no_hidden_state(tower_class: type) -> str:
-    """The words for a tower whose output cannot be used, up to what the output has."""
-    return f"a vision model whose output has `last_hidden_state`, got a {tower_class.__name__}, whose output has"
-
-
-def _annotated_outputs(tower_class: type[PreTrainedModel]) -> dict[str, set[str]]:
-    """Names and fields of the outputs that the annotation of `forward` allows. Empty if it tells nothing."""
-    try:
-        annotation = typing.get_type_hints(inspect.unwrap(tower_class.forward)).get("return")
-    except Exception:  # custom code may be annotated with names that exist for type checkers only
-        return {}
-    kinds = typing.get_args(annotation) or (annotation,)
-    outputs = [kind for kind in kinds if (typing.get_origin(kind) or kind) is not tuple]
-    if not all(isinstance(kind, type) and dataclasses.is_dataclass(kind) for kind in outputs):
-        return {}
-    return {kind.__name__: {field.name for field in dataclasses.fields(kind)} for kind in outputs}
-
-
 @memoized
 def takes_keyword(tower_class: type[PreTrainedModel], name: str) -> bool:
     """Whether the `forward` of a tower takes a keyword argument, by name or among `**kwargs`."""
     parameters = inspect.signature(tower_class.forward).parameters
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def check_tower_config(name: str, config: PreTrainedConfig) -> None:
-    """[`check_tower_class`] before a weight is read. A configuration without a class in transformers is not checked."""
-    if (tower_class := class_of(config)) is not None:
-        check_tower_class(name, tower_class)
-
-
-def check_comes_back(name: str, tower: PreTrainedModel) -> None:
-    """Raises a `ValueError` for a tower that a saved model would come back without: as one of another class."""
-    built, own = class_of(tower.config), type(tower)
-    # Such as a tower with a projection, which loads without it.
-    of_same_type = own.__module__.startswith("transformers.") and own.config_class is type(tower.config)
-    if built is not None and not (isinstance(tower, built) or of_same_type or tower.is_remote_code()):
-        raise ValueError(
-            f"Expected `{name}` to be a {built.__name__}, which is built for a {type(tower.config).__name__} when a "
-            f"saved model is loaded, got a {type(tower).__name__}. {PASS_ITS_BASE}"
-        )
 
 
 def check_not_trained(tower: PreTrainedModel) -> None:
@@ -177,8 +95,7 @@ def check_not_trained(tower: PreTrainedModel) -> None:
 
 
 def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
-    """Builds a vision tower with random weights. Raises a `ValueError` for a model that is not a vision tower."""
-    check_tower_config("vision_config", config)
+    """Builds a vision tower with random weights, of a configuration that `parts/towers.py` accepts."""
     own = own_class(config)
     return build_part(AutoModel, config) if own is None else own._from_config(config)
 
@@ -274,7 +191,7 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken
             if isinstance(output, ModelOutput)
             else f"type {type_name(output)}."
         )
-        raise UnusableOutput(f"Expected {no_hidden_state(type(tower))} {got}")
+        raise UnusableOutput(f"Expected {NO_HIDDEN_STATE.format(type(tower).__name__)} {got}")
     return output
 
 
