@@ -9,7 +9,7 @@ transformers collects no `cross_attentions` of decoder-only models, so the atten
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -177,7 +177,7 @@ class XAttnGenerationMixin:
             return request.result(base.generate(inputs, *args, **kwargs))
         finally:
             if isinstance(cache, XAttnCache):  # where it fails, a mask must not wait for another text
-                cache.progress = cache.progress.with_coming(None)
+                cache.progress = replace(cache.progress, coming=None)
 
     def _check_text(self, text: Any, images: ImageInputs, cache: Any) -> None:
         """Raises where transformers would answer without the images."""
@@ -261,7 +261,7 @@ class XAttnGenerationMixin:
         cache = model_kwargs[CACHE] = XAttnCache.adopt(cache)
         if request is not None:
             images = self.model.add_images(cache, request.inputs, request.text)
-            cache.progress = cache.current_progress().with_coming(images.mask)
+            cache.progress = replace(cache.current_progress(), coming=images.mask)
         if isinstance(cache.self_attention_cache, StaticCache):
             cache.cross_attention_cache.mark_static()
         if cache.offloads:

@@ -207,7 +207,7 @@ def _check_place(
 def _mask_of_new_text(inputs: ImageInputs, axes: list[ImageAxis], text: TextOfCall) -> CallersMask | None:
     """The caller's mask for the new text. Cached text has been read: its rows decide nothing."""
     mask = inputs.callers_mask(axes, (text.new, text.new + text.cached))
-    return mask if mask is None or mask.text_len == text.new else mask.rows_after(text.cached)
+    return mask if mask is None or mask.text_len == text.new else mask.part(text.cached)
 
 
 def _narrowed(encoder: ImageEncoder, cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> ImageLayout:
@@ -328,7 +328,7 @@ def check_markers(markers: torch.Tensor, cached: ImageLayout, new: ImageLayout, 
     """
     if progress.counts is None or not has_values(markers):
         return
-    seen = progress.counts.state[:, 0]
+    seen = progress.counts[:, 0]
     rows = max(len(seen), len(markers))
     found, seen, held, fresh = (
         rows_to(each.to(markers.device), rows) for each in (markers.sum(dim=-1), seen, cached.counts, new.counts)

@@ -184,7 +184,7 @@ def test_asking_changes_nothing():
     for _ in range(2):
         view = decide_visibility("latest", text.layout, before, booleans([[1]]), None, 1, 1)
         assert view.sees.int().tolist() == [[[0, 0, 1, 1]]]
-    assert text.progress is before and before.counts.state.tolist() == [[1, 0, 0]]
+    assert text.progress is before and before.counts.tolist() == [[1, 0, 0]]
 
 
 def test_sees_after_the_batch_was_repeated():
