@@ -208,8 +208,11 @@ def find_images(model: Any, call: Call) -> ImagesOfCall | None:
     if call.images is NO_IMAGES and not call.trains and not is_distributed():
         # A decode step, or text alone: there is nothing to encode.
         return None if cross is None or cross.layout is None else ImagesOfCall(None, cross.layout, None)
-    if cross is not None and cross.layers:
-        _check_gradients(cross, call)
+    if cross is not None and cross.layers:  # which may be rounded
+        if call.trains:
+            check_not_training(cross.cache_dtype)
+        if isinstance(call.images, ImageInputs) and call.images.images is not None:
+            check_no_gradient(cross.cache_dtype)
     encoder = model.image_encoder
     images = _read(call, encoder)
     if images.layout is None:
@@ -229,14 +232,6 @@ def find_images(model: Any, call: Call) -> ImagesOfCall | None:
     return images
 
 
-def _check_gradients(cross: CrossCache, call: Call) -> None:
-    """Raises a `ValueError` for cached images that were rounded, where gradients are asked for."""
-    if call.trains:
-        check_not_training(cross.cache_dtype)
-    if isinstance(call.images, ImageInputs) and call.images.images is not None:
-        check_no_gradient(cross.cache_dtype)
-
-
 def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:
     if isinstance(call.images, PreparedImages):
         return ImagesOfCall(None, call.images.cross.layout, call.images.mask)
@@ -245,7 +240,7 @@ def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:
     record = call.cache is not None and not call.trains and not torch.compiler.is_compiling()
     markers = None
     if call.samples is not None or encoder.config.image_visibility != "all":
-        markers = _found_markers(encoder.config, call)
+        markers = _markers(encoder.config, call)
     packed = None if call.samples is None else call.samples.with_markers(markers)
     text = TextOfCall(call.rows, call.length, packed=packed, markers=markers)
     return read_images(encoder, call.images, call.cache, text, record)
@@ -270,7 +265,15 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Visibility:
         progress = call.cache.current_progress()
     markers = None
     if config.image_visibility != "all" or samples is not None:
-        markers = _markers(config, call, decided)
+        markers = _markers(config, call)
+        if markers is None and not decided:
+            raise ValueError(
+                f"`image_visibility={config.image_visibility!r}` depends on the image markers in `input_ids`, got "
+                "`inputs_embeds`. Pass `input_ids`, or a `cross_attention_mask` of shape (batch, text_len, "
+                "num_image_tokens)."
+            )
+        if markers is None:  # they decide nothing
+            markers = torch.zeros(call.rows, call.length, dtype=torch.bool, device=call.device)
         if mask is None:
             _check_markers_of_images(config, call, markers, layout)
     shape = call.rows, call.length
@@ -346,24 +349,8 @@ def commit(
         cache.count_text(call.length, call.device, call.positions)
 
 
-def _markers(config: XAttnConfig, call: Call, decided: bool) -> torch.Tensor:
-    """`(B, T)`, True where the text holds an image marker.
-
-    `decided`: the caller's mask decides everything, so the markers may be unknown.
-    """
-    markers = _found_markers(config, call)
-    if markers is not None:
-        return markers
-    if not decided:
-        raise ValueError(
-            f"`image_visibility={config.image_visibility!r}` depends on the image markers in `input_ids`, got "
-            "`inputs_embeds`. Pass `input_ids`, or a `cross_attention_mask` of shape (batch, text_len, "
-            "num_image_tokens)."
-        )
-    return torch.zeros(call.rows, call.length, dtype=torch.bool, device=call.device)
-
-
-def _found_markers(config: XAttnConfig, call: Call) -> torch.Tensor | None:
+def _markers(config: XAttnConfig, call: Call) -> torch.Tensor | None:
+    """`(B, T)`, True where the text holds an image marker; None where that is unknown."""
     input_ids, marker = call.text.get("input_ids"), config.image_token_id
     if input_ids is None or marker is None:
         return None

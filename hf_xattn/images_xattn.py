@@ -53,11 +53,10 @@ class XAttnImagesMixin:
 
     @property
     def image_encoder(self) -> ImageEncoder:
-        return ImageEncoder(self.config, self.vision_tower, self.connector, self._like, self.find_numbering())
+        def like() -> torch.Tensor:
+            return self.blocks[0].attn.k_proj.weight
 
-    def _like(self) -> torch.Tensor:
-        """A weight that keys and values are projected with."""
-        return self.blocks[0].attn.k_proj.weight
+        return ImageEncoder(self.config, self.vision_tower, self.connector, like, self.find_numbering())
 
     # Places of extras, which `extras_xattn.py` fills. What stands here is for one process without a store.
 

@@ -12,6 +12,7 @@ the model's device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -119,32 +120,21 @@ class ImageLayout:
 
     def select(self, rows: torch.Tensor, count: int) -> ImageLayout:
         """The image rows `rows` (of `count`), one for each text row."""
-
-        def take(mask: torch.Tensor | None) -> torch.Tensor | None:
-            if mask is None:
-                return None
-            first = rows.to(mask.device) * (mask.shape[0] // count)
-            return mask[first]
-
-        digests = None if self.digests is None else tuple(part.select(rows) for part in self.digests)
-        return replace(self, token_mask=take(self.token_mask), image_mask=take(self.image_mask), digests=digests)
+        return self._taken(rows, lambda mask: rows.to(mask.device) * (mask.shape[0] // count))
 
     def select_text_rows(self, text_rows: torch.Tensor, batch_size: int, count: int) -> ImageLayout:
         """The image rows that the text rows `text_rows` look at, one image row for each text row.
 
         `batch_size` and `count` are the numbers of text rows and of image rows before the selection.
         """
+        rows = text_rows // (batch_size // count)
+        return self._taken(rows, lambda mask: text_rows.to(mask.device) // (batch_size // mask.shape[0]))
 
-        def take(mask: torch.Tensor | None) -> torch.Tensor | None:
-            if mask is None:
-                return None
-            return mask[text_rows.to(mask.device) // (batch_size // mask.shape[0])]
-
-        return replace(
-            self.select(text_rows // (batch_size // count), count),
-            token_mask=take(self.token_mask),
-            image_mask=take(self.image_mask),
-        )
+    def _taken(self, rows: torch.Tensor, rows_of: Callable[[torch.Tensor], torch.Tensor]) -> ImageLayout:
+        """The image rows `rows`, and the rows of each mask that `rows_of` names for it."""
+        images, tokens = (None if mask is None else mask[rows_of(mask)] for mask in (self.image_mask, self.token_mask))
+        digests = None if self.digests is None else tuple(part.select(rows) for part in self.digests)
+        return replace(self, token_mask=tokens, image_mask=images, digests=digests)
 
     def of_text(self, image_rows: torch.Tensor) -> ImageLayout:
         """The layout with masks of one row for each text row; `image_rows` `(B,)` as in [`values_of_text`]."""

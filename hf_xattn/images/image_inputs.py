@@ -120,7 +120,12 @@ class ImageInputs:
         images, tiles = _checked_images(config, name, given)
         image_mask = given.get("image_mask")
         if image_mask is not None:
-            _check_image_mask(image_mask, images)
+            check_bool("image_mask", image_mask)
+            if image_mask.dim() != 2 or (images is not None and image_mask.shape != images.shape[:2]):
+                expected = "" if images is None else f"{tuple(images.shape[:2])} "
+                raise ValueError(
+                    f"Expected `image_mask` of shape {expected}(batch, num_images), got {tuple(image_mask.shape)}."
+                )
         token_mask, text_mask, text_mask_name = _checked_masks(
             given.get("cross_attention_mask"), given.get("image_attention_mask")
         )
@@ -382,13 +387,6 @@ def _check_states(config: XAttnConfig, states: torch.Tensor) -> None:
             "the connector."
         )
     check_states(states, width, by_image=True)
-
-
-def _check_image_mask(mask: torch.Tensor, images: torch.Tensor | None) -> None:
-    check_bool("image_mask", mask)
-    expected = "(batch, num_images)" if images is None else f"{tuple(images.shape[:2])} (batch, num_images)"
-    if mask.dim() != 2 or (images is not None and mask.shape != images.shape[:2]):
-        raise ValueError(f"Expected `image_mask` of shape {expected}, got {tuple(mask.shape)}.")
 
 
 def refuse_lost_mask(pixel_values: torch.Tensor) -> None:
