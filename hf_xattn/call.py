@@ -15,27 +15,25 @@ A step that fails leaves the cache as it was: only `commit` writes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.utils import logging
 
 from .cache.cross_cache import CrossCache
-from .cache.image_layout import rows_to
+from .cache.image_layout import ImageLayout, rows_to
 from .cache.states import check_no_gradient, check_not_training
 from .cache.text_progress import TextProgress
-from .cache.visibility import Samples, decide_visibility
+from .cache.visibility import Samples, Visibility, decide_visibility
 from .cache.xattn_cache import XAttnCache
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import holds_text
 from .decoders.text_inputs import check_covered
 from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
 from .images.image_encoder import ImageEncoder
-from .images.image_inputs import NO_IMAGES, ImageInputs
-from .layers.context import CrossAttentionContext, Recorder
-from .layers.folded_mask import EVERYTHING, fold_mask
-from .layers.image_rows import ImageRows, Slots, refuse_to_cache
+from .images.image_inputs import NO_IMAGES, ImageInputs, refuse_to_cache
+from .layers.context import CrossAttentionContext, Recorder, fold_mask
 from .layers.positions import Positions, text_positions, token_positions
 from .utils.distributed import is_distributed
 from .utils.tensor_checks import is_fake, type_name
@@ -66,14 +64,6 @@ class Call:
     trains: bool  # whether the model is in training mode and computes gradients
     samples: Samples | None  # None if no row is packed
     positions: torch.Tensor | None  # `(rows or 1, length)`, of the text; None if nothing in the blocks reads them
-
-
-class Decision(NamedTuple):
-    """What the text of a call sees."""
-
-    sees: torch.Tensor | None  # `(rows, T or 1, N)`; None if the text sees everything
-    progress: TextProgress | None  # after this text; None where it stays
-    by_image: bool  # whether `sees` has the rows of the images, because only padding hides image tokens
 
 
 def given_images(
@@ -125,6 +115,13 @@ def read_call(
     continues = given_cache is not None or bool(use_cache)
     if shares_images and continues:
         refuse_to_cache("`use_cache=True`" if given_cache is None else "`cache`")
+    if shares_images and getattr(model, "_is_replica", False):
+        # `DataParallel` gives the GPUs as many parts of a batch as its smallest tensor has rows.
+        raise ValueError(
+            "Expected `image_rows` in a process for each GPU, got it under `torch.nn.DataParallel`, which `Trainer` "
+            "uses with several GPUs in one process: it cuts text and images into parts that do not belong together, "
+            "and drops text rows. Use `torchrun` or `accelerate launch`."
+        )
     use_cache = bool(wants_cache) and uncached is None and samples is None and not shares_images
     cache = None
     if given_cache is not None or use_cache:
@@ -211,8 +208,11 @@ def find_images(model: Any, call: Call) -> ImagesOfCall | None:
     if call.images is NO_IMAGES and not call.trains and not is_distributed():
         # A decode step, or text alone: there is nothing to encode.
         return None if cross is None or cross.layout is None else ImagesOfCall(None, cross.layout, None)
-    if cross is not None and cross.layers:
-        _check_gradients(cross, call)
+    if cross is not None and cross.layers:  # which may be rounded
+        if call.trains:
+            check_not_training(cross.cache_dtype)
+        if isinstance(call.images, ImageInputs) and call.images.images is not None:
+            check_no_gradient(cross.cache_dtype)
     encoder = model.image_encoder
     images = _read(call, encoder)
     if images.layout is None:
@@ -232,14 +232,6 @@ def find_images(model: Any, call: Call) -> ImagesOfCall | None:
     return images
 
 
-def _check_gradients(cross: CrossCache, call: Call) -> None:
-    """Raises a `ValueError` for cached images that were rounded, where gradients are asked for."""
-    if call.trains:
-        check_not_training(cross.cache_dtype)
-    if isinstance(call.images, ImageInputs) and call.images.images is not None:
-        check_no_gradient(cross.cache_dtype)
-
-
 def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:
     if isinstance(call.images, PreparedImages):
         return ImagesOfCall(None, call.images.cross.layout, call.images.mask)
@@ -248,40 +240,44 @@ def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:
     record = call.cache is not None and not call.trains and not torch.compiler.is_compiling()
     markers = None
     if call.samples is not None or encoder.config.image_visibility != "all":
-        markers = _found_markers(encoder.config, call)
+        markers = _markers(encoder.config, call)
     packed = None if call.samples is None else call.samples.with_markers(markers)
     text = TextOfCall(call.rows, call.length, packed=packed, markers=markers)
     return read_images(encoder, call.images, call.cache, text, record)
 
 
-def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
+def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Visibility:
     """Decides which image tokens each text token of a call sees.
 
     Raises a `ValueError` if the decision needs image markers, and these are unknown or too few.
     """
-    layout, mask, rows = images.layout, images.mask, images.rows
-    assert layout is not None
+    layout, mask = images.layout_of_text, images.mask
     if images.unseen:
         assert layout.token_mask is not None
-        return Decision(layout.token_mask[:, None], None, False)
+        return Visibility(layout.token_mask[:, None], None)
     progress = TextProgress(history=None) if call.cache is None else call.cache.progress
     decided = mask is not None and mask.decides(call.length, layout.num_tokens)
     samples = None if decided else call.samples
     if config.image_visibility == "all" and mask is None and progress.is_blank and samples is None:
-        # Padding alone hides image tokens. Its mask has the rows of the images, and is smaller.
-        padding = None if layout.token_mask is None else layout.token_mask[:, None]
-        return Decision(padding, None, True)
+        # Padding alone hides image tokens.
+        return Visibility(None if layout.token_mask is None else layout.token_mask[:, None], None)
     if call.cache is not None:
         progress = call.cache.current_progress()
     markers = None
     if config.image_visibility != "all" or samples is not None:
-        markers = _markers(config, call, decided)
+        markers = _markers(config, call)
+        if markers is None and not decided:
+            raise ValueError(
+                f"`image_visibility={config.image_visibility!r}` depends on the image markers in `input_ids`, got "
+                "`inputs_embeds`. Pass `input_ids`, or a `cross_attention_mask` of shape (batch, text_len, "
+                "num_image_tokens)."
+            )
+        if markers is None:  # they decide nothing
+            markers = torch.zeros(call.rows, call.length, dtype=torch.bool, device=call.device)
         if mask is None:
-            _check_markers_of_images(config, call, markers, rows)
-    of_text = layout if rows is None else rows.layout_of_text(layout)
+            _check_markers_of_images(config, call, markers, layout)
     shape = call.rows, call.length
-    sees, after = decide_visibility(config.image_visibility, of_text, progress, markers, mask, *shape, samples)
-    return Decision(sees, after, False)
+    return decide_visibility(config.image_visibility, layout, progress, markers, mask, *shape, samples)
 
 
 def find_keys_values(model: Any, call: Call, images: ImagesOfCall) -> CrossCache:
@@ -291,7 +287,7 @@ def find_keys_values(model: Any, call: Call, images: ImagesOfCall) -> CrossCache
     cross, zero = CrossCache() if call.cross is None or images.unseen else call.cross, images.zero
     if images.new is None:
         return cross if zero is None else cross.plus_zero(zero)
-    assert images.layout is not None
+    assert images.layout is not None and images.new.states is not None
     # FSDP reduces gradients of the projections where their input requires one: it must on every rank.
     states = images.new.states if zero is None else images.new.states + zero.to(images.new.states.dtype)
     seen = CrossCache(cross.cache_dtype)
@@ -301,26 +297,25 @@ def find_keys_values(model: Any, call: Call, images: ImagesOfCall) -> CrossCache
 
 
 def make_context(
-    config: XAttnConfig, call: Call, images: ImagesOfCall, decision: Decision, cross: CrossCache
+    config: XAttnConfig, call: Call, images: ImagesOfCall, visibility: Visibility, cross: CrossCache
 ) -> CrossAttentionContext:
-    block, rows, sees = config.cross_attention_config, images.rows, decision.sees
-    group = block.num_attention_heads // block.num_key_value_heads
-    shape: dict[str, Any] = {"text_len": call.length, "group": group, "null_key": block.quiet_softmax}
-    mask, visible = EVERYTHING
-    if rows is not None:
-        mask, visible = rows.fold(sees, by_image=decision.by_image, **shape)
-    elif sees is not None:
-        mask, visible = fold_mask(sees, image_rows=cross.rows, text_rows=call.rows, **shape)
+    block, rows = config.cross_attention_config, images.rows
+    mask, visible = fold_mask(
+        visibility.sees,
+        image_rows=cross.rows if rows is None else call.rows,
+        text_rows=call.rows,
+        text_len=call.length,
+        group=block.num_attention_heads // block.num_key_value_heads,
+        null_key=block.quiet_softmax,
+    )
     positions = None
     if block.counts_text:
-        assert images.layout is not None
-        of_text = images.layout if rows is None else rows.layout_of_text(images.layout)
-        positions = Positions(call.positions, token_positions(of_text.token_mask))
+        positions = Positions(call.positions, token_positions(images.layout_of_text.token_mask))
     return CrossAttentionContext(
         cache=cross,
         mask=mask,
         visible=visible,
-        slots=None if rows is None else Slots(rows.slots, rows.slot_of_row),
+        rows=None if rows is None else rows.clamp(min=0),
         positions=positions,
         recorder=None if images.unseen else Recorder(call.output_attentions),
     )
@@ -329,15 +324,15 @@ def make_context(
 def commit(
     call: Call,
     images: ImagesOfCall | None,
-    decision: Decision | None,
+    visibility: Visibility | None,
     seen: CrossCache | None,
 ) -> None:
-    """Updates the cache of a forward that may write. `images`, `decision` and `seen` are None for text alone."""
+    """Updates the cache of a forward that may write. `images`, `visibility` and `seen` are None for text alone."""
     cache = call.cache
     assert cache is not None
     cross = cache.cross_attention_cache
     if images is not None and not images.unseen:
-        assert images.layout is not None and decision is not None and seen is not None
+        assert images.layout is not None and visibility is not None and seen is not None
         if images.new is None:
             cross.layout = images.layout
         else:
@@ -346,32 +341,16 @@ def commit(
             if cache.offloads:
                 cross.offload_all()
             cache.mark_updated(len(cross.layers))
-        if decision.progress is not None:
-            cache.progress = decision.progress
+        if visibility.progress is not None:
+            cache.progress = visibility.progress
     if call.starts:
         cache.text_rows = call.rows
     if cache.is_stateful():
         cache.count_text(call.length, call.device, call.positions)
 
 
-def _markers(config: XAttnConfig, call: Call, decided: bool) -> torch.Tensor:
-    """`(B, T)`, True where the text holds an image marker.
-
-    `decided`: the caller's mask decides everything, so the markers may be unknown.
-    """
-    markers = _found_markers(config, call)
-    if markers is not None:
-        return markers
-    if not decided:
-        raise ValueError(
-            f"`image_visibility={config.image_visibility!r}` depends on the image markers in `input_ids`, got "
-            "`inputs_embeds`. Pass `input_ids`, or a `cross_attention_mask` of shape (batch, text_len, "
-            "num_image_tokens)."
-        )
-    return torch.zeros(call.rows, call.length, dtype=torch.bool, device=call.device)
-
-
-def _found_markers(config: XAttnConfig, call: Call) -> torch.Tensor | None:
+def _markers(config: XAttnConfig, call: Call) -> torch.Tensor | None:
+    """`(B, T)`, True where the text holds an image marker; None where that is unknown."""
     input_ids, marker = call.text.get("input_ids"), config.image_token_id
     if input_ids is None or marker is None:
         return None
@@ -383,7 +362,7 @@ def _found_markers(config: XAttnConfig, call: Call) -> torch.Tensor | None:
     return input_ids == marker
 
 
-def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Tensor, rows: ImageRows | None) -> None:
+def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Tensor, layout: ImageLayout) -> None:
     """Raises a `ValueError` if no text token can see an image: its row has too few markers, and no text will follow.
 
     Training on such rows would change nothing, because the gradient of every block is zero.
@@ -396,9 +375,7 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
         or is_fake(markers)
     ):
         return
-    of_images, real = call.images.counts, call.images.real_images
-    total = rows_to(of_images, call.rows) if rows is None else rows.counts_of_text(of_images)
-    total, found = total.to(markers.device), markers.sum(dim=-1)
+    total, found = rows_to(layout.counts, call.rows).to(markers.device), markers.sum(dim=-1)
     if call.samples is not None:
         call.samples.check_images(config, total, found)
     if torch.compiler.is_compiling():
@@ -409,11 +386,11 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
             f"`image_visibility={config.image_visibility!r}`: {total.tolist()} images a row, got {found.tolist()} "
             "markers. If the rest of the text follows in another call, pass `use_cache=True`."
         )
-    if config.image_visibility == "all" or real is None:
+    if config.image_visibility == "all" or layout.image_mask is None:
         return
     # A hidden image in front of a real one takes no marker: the markers after it would all show the next image.
-    hidden = (real.long().diff(dim=-1) > 0).any(dim=-1)
-    hidden = (rows_to(hidden, call.rows) if rows is None else rows.counts_of_text(hidden)).to(markers.device)
+    hidden = (layout.image_mask.long().diff(dim=-1) > 0).any(dim=-1)
+    hidden = rows_to(hidden, call.rows).to(markers.device)
     if bool((hidden & (found > total)).any()):
         raise ValueError(
             f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image that "

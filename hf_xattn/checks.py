@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .images.vision import blank_image
+from .images.tower import blank_image
 from .utils.transformers_api import CACHE
 
 

@@ -339,7 +339,10 @@ class XAttnConfig(CheckedConfig):
         given, self.cross_attention_config = self.cross_attention_config, TO_BE_FILLED_IN
         self.text_config, self.vision_config = read_config(self.text_config), read_config(self.vision_config)
         super().__post_init__(**kwargs)
-        block = self.cross_attention_config = _block_config(given, self.text_config)
+        if given is None or isinstance(given, dict):
+            given = complete_cross_attention_config(given, self.text_config)
+        check_config_class("cross_attention_config", given, CrossAttentionConfig)
+        block = self.cross_attention_config = given
         for name, (config, attn, experts) in live.items():
             if asked_attn is None:
                 config._attn_implementation = attn
@@ -427,13 +430,6 @@ class XAttnConfig(CheckedConfig):
 def _says_nothing_of(part: str, asked: str | dict | None) -> bool:
     """Whether `attn_implementation` or its like leaves a part of the model (`""`: the whole) as it is."""
     return asked is None or (isinstance(asked, dict) and part not in asked)
-
-
-def _block_config(given: Any, text_config: PreTrainedConfig) -> CrossAttentionConfig:
-    if given is None or isinstance(given, dict):
-        return complete_cross_attention_config(given, text_config)
-    check_config_class("cross_attention_config", given, CrossAttentionConfig)
-    return given
 
 
 def complete_cross_attention_config(partial: dict | None, text_config: PreTrainedConfig) -> CrossAttentionConfig:

@@ -10,6 +10,7 @@ them, as methods that do nothing, and this file puts the extras there:
     find_samples                         several samples in one text row               packing/packed_rows.py
     why_uncached                         layers that a backward pass runs again        learning/activation_wrappers.py
     image_identity                       whose weights have encoded a cache's images   checkpoints/model_identity.py
+    _get_logits_processor                added tokens in the prompt of `generate`      parts/vocabulary.py
 
 Other extras register themselves by name in a table of the core, when they are imported: `parts/` (the connectors
 `"perceiver"` and `"mlp_2d"`, T5's position bias, towers that read tiles) and `storage/int8_states.py` (`cache_dtype`).
@@ -29,6 +30,7 @@ from .parts.image_positions import XAttnNumberingMixin
 from .parts.perceiver import perceiver
 from .parts.position_bias import relative_position_bucket
 from .parts.tiles import Tiles
+from .parts.vocabulary import XAttnVocabularyMixin
 from .storage.int8_states import Int8States
 from .storage.model_store import XAttnStoreDelegationMixin, XAttnStoreMixin
 
@@ -48,5 +50,5 @@ class XAttnExtrasMixin(
     """The extras of [`XAttnModel`]."""
 
 
-class XAttnOuterExtrasMixin(XAttnStoreDelegationMixin):
+class XAttnOuterExtrasMixin(XAttnStoreDelegationMixin, XAttnVocabularyMixin):
     """The extras of [`XAttnForConditionalGeneration`]."""

@@ -9,9 +9,8 @@ transformers collects no `cross_attentions` of decoder-only models, so the atten
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
@@ -23,25 +22,23 @@ from transformers.utils.deprecation import deprecate_kwarg
 from .cache.image_cache import ImageCache
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
 from .call import check_cache
-from .decoders import text_inputs, vocabulary
+from .decoders import text_inputs
 from .decoders.decoder import holds_text
 from .images.conversation import PreparedImages, TextOfCall
-from .images.image_inputs import ImageInputs
+from .images.image_inputs import ImageInputs, refuse_to_cache
 from .images_xattn import XAttnImagesMixin
-from .layers.image_rows import refuse_to_cache
 from .outputs_xattn import XAttnGenerateBeamOutput, XAttnGenerateOutput
 from .utils.distributed import fsdp_forward
-from .utils.keywords import suggestion
 from .utils.tensor_checks import type_name
 from .utils.transformers_api import CACHE, has, needs, takes_cache
 
 
 logger = logging.get_logger(__name__)
 
-# Among the arguments that travel from step to step; `forward` never gets them.
-OF_STEPS = STEP_ATTENTIONS, READ_BEFORE = "step_attentions", "read_before"
+# An argument that travels from step to step, and tells them of the call of `generate`. `forward` never gets it.
+REQUEST = "request_of_generate"
 # `forward` gets no tokenizer: `generate` hands it to every step, to stop at strings. Other models ignore it there.
-NOT_FOR_FORWARD = (*OF_STEPS, "tokenizer", "assistant_tokenizer")
+NOT_FOR_FORWARD = (REQUEST, "tokenizer", "assistant_tokenizer")
 OF_LAYERS = {"attentions", "hidden_states", "cross_attentions"}  # outputs that `generate` collects
 # The argument of `forward` for images that `generate` has encoded.
 IMAGES = "image_inputs"
@@ -55,31 +52,42 @@ HOLDS_TEXT = (
 )
 
 
-class StepAttentions:
-    """Collects the cross-attentions of one `generate`, step by step.
+@dataclass
+class _Request:
+    """One call of `generate`: its images and its text, on their way to the cache, and the attentions of its steps."""
 
-    `prompt_len`: text tokens that the first forward reads, but for candidates of assisted decoding.
-    """
+    inputs: ImageInputs
+    text: TextOfCall
+    length: int  # of `input_ids`: the whole text, or the new text alone
+    mask: Any  # the caller's `attention_mask`
+    collects: bool = False  # whether cross-attentions are asked for
+    steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # the cross-attentions, step by step
 
-    def __init__(self, prompt_len: int):
-        self.prompt_len = prompt_len
-        self.steps: list[tuple[torch.Tensor, ...]] = []
+    @property
+    def cached_in_ids(self) -> int:
+        """How many cached tokens `input_ids` hold. Assisted decoding knows nothing of cached text."""
+        return self.length - self.text.new
 
-    def add(self, outputs: Any, accepted: int | None = None) -> None:
-        """Takes up one forward.
+    def covered(self, mask: Any, length: int) -> Any:
+        """The mask for all text, where assisted decoding has cut it to the `length` of `input_ids`."""
+        all_text = self.text.cached - self.cached_in_ids + length
+        if all_text == length or mask is None or mask.dim() != 2 or mask.shape[1] >= all_text:
+            return mask
+        return torch.nn.functional.pad(self.mask, (0, all_text - self.mask.shape[1]), value=1)
+
+    def add(self, weights: tuple[torch.Tensor, ...] | None, accepted: int | None) -> None:
+        """Takes up the cross-attentions of one forward.
 
         `accepted`: how many candidates assisted decoding keeps. The first of them follows the last token of known text.
         """
-        weights = outputs.cross_attentions
         if weights is None:
             return
         if accepted is None:
             self.steps.append(weights)
             return
-        known = 1 if self.steps else min(self.prompt_len, weights[0].shape[2])
+        known = 1 if self.steps else min(self.text.new, weights[0].shape[2])
         ends = [known + count for count in range(accepted)]
-        starts = [0, *ends[:-1]]
-        for start, end in zip(starts, ends):
+        for start, end in zip([0, *ends[:-1]], ends):
             self.steps.append(tuple(of_block[:, :, start:end] for of_block in weights))
 
     def result(self, outputs: Any) -> Any:
@@ -93,31 +101,6 @@ class StepAttentions:
                 steps = self.steps[: len(outputs.attentions)] if outputs.attentions else self.steps
                 return derived(**outputs, cross_attentions=tuple(steps) or None)
         return outputs
-
-
-@dataclass(frozen=True)
-class _ImagesOfGenerate:
-    """Images of one `generate` and their text, on their way to the cache; and the collected attentions."""
-
-    inputs: ImageInputs
-    text: TextOfCall
-    attentions: StepAttentions
-    before: _ReadBefore | None  # None without text in the cache
-
-
-class _ReadBefore(NamedTuple):
-    """Text of a call of `generate` that the cache holds already. Assisted decoding knows nothing of it."""
-
-    length: int  # of `input_ids`
-    in_ids: int  # tokens of it that they hold
-    before_ids: int  # tokens of it in front of them
-    mask: Any  # the caller's `attention_mask`
-
-    def covered(self, mask: Any, length: int) -> Any:
-        """The mask for all text, where assisted decoding has cut it to the `length` of `input_ids`."""
-        if not self.before_ids or mask is None or mask.dim() != 2 or mask.shape[1] >= self.before_ids + length:
-            return mask
-        return torch.nn.functional.pad(self.mask, (0, self.before_ids + length - self.mask.shape[1]), value=1)
 
 
 class XAttnGenerationMixin:
@@ -144,7 +127,7 @@ class XAttnGenerationMixin:
         """
         given = kwargs.pop(IMAGES, None)
         images = ImageInputs.take_from(self.config, kwargs)
-        if isinstance(given, _ImagesOfGenerate) and images.is_empty:  # from the code of a `custom_generate`
+        if isinstance(given, _Request) and images.is_empty:  # from the code of a `custom_generate`
             images = given.inputs
         elif given is not None:
             raise TypeError(f"Expected no `image_inputs` in `generate`, got {type_name(given)}. Pass `pixel_values`.")
@@ -169,15 +152,13 @@ class XAttnGenerationMixin:
             kwargs[CACHE] = cache
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
         text = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
-        attentions = StepAttentions(1)
+        request = _Request(images, TextOfCall(None, 1), 1, None)
         self._check_text(text, images, cache)
         if text is not None:
             if input_ids is None:
                 text_inputs.check_embeds(text, self.model.text_model.get_input_embeddings())
             else:
-                name = "input_ids" if inputs is None else "inputs"
-                text_inputs.check_ids(name, input_ids)
-                text_inputs.check_in_vocabulary(name, input_ids, self.model.text_model.get_input_embeddings())
+                text_inputs.check_ids("input_ids" if inputs is None else "inputs", input_ids)
             xattn_cache = cache if isinstance(cache, XAttnCache) else None
             mask, embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
             if mask is not None and (input_ids is None or embeds is None):  # with both, the mask covers the longer one
@@ -186,21 +167,17 @@ class XAttnGenerationMixin:
             images.check_rows(text.shape[0], 0 if xattn_cache is None else xattn_cache.cross_attention_cache.rows)
             self._check_markers(input_ids, images, xattn_cache)
             length = _text_of_generate(text, kwargs.get("attention_mask"), xattn_cache)
-            attentions = StepAttentions(length.new)
-            in_ids = text.shape[1] - length.new
-            before = _ReadBefore(text.shape[1], in_ids, length.cached - in_ids, mask) if length.cached else None
             marker = self.config.image_token_id
             if length.cached and input_ids is not None and marker is not None and self.config.image_visibility != "all":
                 length = length._replace(markers=input_ids[:, -length.new :] == marker)
-            kwargs[IMAGES] = _ImagesOfGenerate(images, length, attentions, before)
+            request = kwargs[IMAGES] = _Request(images, length, text.shape[1], mask)
         text_inputs.refuse_prefix(self)
         base: Any = super()
         try:
-            output = base.generate(inputs, *args, **kwargs)
-            return attentions.result(output)
+            return request.result(base.generate(inputs, *args, **kwargs))
         finally:
             if isinstance(cache, XAttnCache):  # where it fails, a mask must not wait for another text
-                cache.progress = cache.progress.with_coming(None)
+                cache.progress = replace(cache.progress, coming=None)
 
     def _check_text(self, text: Any, images: ImageInputs, cache: Any) -> None:
         """Raises where transformers would answer without the images."""
@@ -223,7 +200,7 @@ class XAttnGenerationMixin:
         base: Any = super()
         config, model_kwargs = base._prepare_generation_config(*args, **kwargs)
         request, cache = model_kwargs.get(IMAGES), model_kwargs.get(CACHE)
-        sees = isinstance(request, _ImagesOfGenerate) and not request.inputs.is_empty
+        sees = isinstance(request, _Request) and not request.inputs.is_empty
         sees = sees or (isinstance(cache, XAttnCache) and cache.cross_attention_cache.rows > 0)
         if sees:
             masked = model_kwargs.get("attention_mask") is not None
@@ -232,11 +209,6 @@ class XAttnGenerationMixin:
             config.suppress_tokens = None
         return config, model_kwargs
 
-    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own. Some of them look up the logits of the prompt's tokens."""
-        base: Any = super()
-        return vocabulary.with_added_tokens(self.config, base._get_logits_processor(*args, **kwargs))
-
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raises a `ValueError`: transformers' `generate_batch` and `cache_implementation="paged"` pass no images."""
         raise ValueError(
@@ -244,17 +216,6 @@ class XAttnGenerationMixin:
             f"not supported by {type(self).__name__}: it passes no images to the steps. Call `generate` with a batch. "
             "For text alone, call `generate_batch` of `model.model.text_model`."
         )
-
-    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        """transformers' own, which refuses unknown arguments. The error tells the name that is meant."""
-        base: Any = super()
-        try:
-            base._validate_model_kwargs(model_kwargs)
-        except ValueError as error:
-            known = inspect.signature(self.forward).parameters  # type: ignore[attr-defined]
-            unknown = {name: suggestion(name, known) for name in model_kwargs if name not in known}
-            meant = "".join(f" `{name}`:{words}" for name, words in unknown.items() if words)
-            raise ValueError(f"{error}.{meant}") from None
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args, **kwargs):
         given = model_kwargs.get(CACHE)
@@ -276,18 +237,22 @@ class XAttnGenerationMixin:
             logger.warning_once(HOLDS_TEXT)
         base: Any = super()
         result = base._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        request: _ImagesOfGenerate | None = model_kwargs.pop(IMAGES, None)
+        request: _Request | None = model_kwargs.pop(IMAGES, None)
         if request is not None:
-            model_kwargs |= {} if request.before is None else {READ_BEFORE: request.before}
+            model_kwargs[REQUEST] = request
+            request.collects = generation_config.return_dict_in_generate and generation_config.output_attentions
             self._choose_chunk(generation_config, request, model_kwargs, given)
-        if request is not None and generation_config.return_dict_in_generate and generation_config.output_attentions:
-            model_kwargs[STEP_ATTENTIONS] = request.attentions
         cache = model_kwargs.get(CACHE)
         if image_cache is not None:
             assert cache is not None
             cache = image_cache.fork(cache)
         if cache is None:
-            self._prepare_images(model_kwargs, request)
+            # Without a cache of text: the images are encoded once, and every step reads their keys and values.
+            if request is not None:
+                encoded = XAttnCache(DynamicCache())
+                images = self.model.add_images(encoded, request.inputs, request.text)
+                if images.layout is not None:
+                    model_kwargs[IMAGES] = PreparedImages(encoded.cross_attention_cache, images.mask)
             return result
         if not isinstance(cache, EncoderDecoderCache):
             if cache is given:
@@ -296,7 +261,7 @@ class XAttnGenerationMixin:
         cache = model_kwargs[CACHE] = XAttnCache.adopt(cache)
         if request is not None:
             images = self.model.add_images(cache, request.inputs, request.text)
-            cache.progress = cache.current_progress().with_coming(images.mask)
+            cache.progress = replace(cache.current_progress(), coming=images.mask)
         if isinstance(cache.self_attention_cache, StaticCache):
             cache.cross_attention_cache.mark_static()
         if cache.offloads:
@@ -308,7 +273,7 @@ class XAttnGenerationMixin:
         return result
 
     def _choose_chunk(
-        self, generation_config: Any, request: _ImagesOfGenerate, model_kwargs: dict[str, Any], given: Cache | None
+        self, generation_config: Any, request: _Request, model_kwargs: dict[str, Any], given: Cache | None
     ) -> None:
         """How many tokens of the prompt each forward reads.
 
@@ -335,15 +300,6 @@ class XAttnGenerationMixin:
         if chunk is not None and not has("prefill_chunk_size") and (text.cached or holds_text(text_half)):
             what = f"Reading several new tokens with {decoder.name}" if decoder.forgets else "`prefill_chunk_size`"
             raise ValueError(needs("prefill_chunk_size", f"{what} after cached text"))
-
-    def _prepare_images(self, model_kwargs: dict[str, Any], request: _ImagesOfGenerate | None) -> None:
-        """Without a cache of text: the images are encoded once, and every step reads their keys and values."""
-        if request is None:
-            return
-        encoded = XAttnCache(DynamicCache())
-        images = self.model.add_images(encoded, request.inputs, request.text)
-        if images.layout is not None:
-            model_kwargs[IMAGES] = PreparedImages(encoded.cross_attention_cache, images.mask)
 
     def _check_markers(self, input_ids: torch.Tensor | None, images: ImageInputs, cache: XAttnCache | None) -> None:
         """Raises where the text of a first call has image markers and no images, or other numbers of the two."""
@@ -389,14 +345,14 @@ class XAttnGenerationMixin:
         """transformers' own. Decoders of state-space layers alone want the mask of the prompt and then none. Assisted
         decoding would read a text again that the given cache holds.
         """
-        before: _ReadBefore | None = kwargs.get(READ_BEFORE)
+        request: _Request | None = kwargs.get(REQUEST)
         for name in NOT_FOR_FORWARD:
             kwargs.pop(name, None)
-        if before is not None:
-            whole = is_first_iteration and next_sequence_length is None and input_ids.shape[1] >= before.length
-            if whole and before.in_ids:
-                next_sequence_length = input_ids.shape[1] - before.in_ids
-            attention_mask = before.covered(attention_mask, input_ids.shape[1])
+        if request is not None and request.text.cached:
+            whole = is_first_iteration and next_sequence_length is None and input_ids.shape[1] >= request.length
+            if whole and request.cached_in_ids:
+                next_sequence_length = input_ids.shape[1] - request.cached_in_ids
+            attention_mask = request.covered(attention_mask, input_ids.shape[1])
         if isinstance(cache, XAttnCache) and cache.is_stateful() and not is_first_iteration:
             attention_mask = None
         base: Any = super()
@@ -412,9 +368,10 @@ class XAttnGenerationMixin:
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict[str, Any], *args, **kwargs):
         """transformers' own, which runs after every step. Collects the cross-attentions if they are asked for."""
-        if (attentions := model_kwargs.get(STEP_ATTENTIONS)) is not None:
+        request: _Request | None = model_kwargs.get(REQUEST)
+        if request is not None and request.collects:
             accepted = kwargs.get("num_new_tokens")  # from assisted decoding alone
-            attentions.add(outputs, None if accepted is None else int(accepted))
+            request.add(outputs.cross_attentions, None if accepted is None else int(accepted))
             if accepted is not None and outputs.attentions == ():
                 outputs.attentions = (None,)  # assisted decoding looks at the first entry; SDPA leaves none
         base: Any = super()
@@ -448,7 +405,7 @@ class XAttnGenerationMixin:
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own. An assistant gets the arguments of `generate`, but collects nothing."""
         given = kwargs.get("model_kwargs", {})
-        kwargs["model_kwargs"] = {name: value for name, value in given.items() if name not in OF_STEPS}
+        kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != REQUEST}
         base: Any = super()
         return base._get_candidate_generator(*args, **kwargs)
 

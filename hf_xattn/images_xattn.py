@@ -53,11 +53,10 @@ class XAttnImagesMixin:
 
     @property
     def image_encoder(self) -> ImageEncoder:
-        return ImageEncoder(self.config, self.vision_tower, self.connector, self._like, self.find_numbering())
+        def like() -> torch.Tensor:
+            return self.blocks[0].attn.k_proj.weight
 
-    def _like(self) -> torch.Tensor:
-        """A weight that keys and values are projected with."""
-        return self.blocks[0].attn.k_proj.weight
+        return ImageEncoder(self.config, self.vision_tower, self.connector, like, self.find_numbering())
 
     # Places of extras, which `extras_xattn.py` fills. What stands here is for one process without a store.
 
@@ -273,25 +272,21 @@ class XAttnImagesMixin:
         if inputs.images is not None:
             check_no_gradient(target.cache_dtype)
         images = read_images(self.image_encoder, inputs, cache, text, record_content=True, source=source)
-        zero = None
-        nothing_new = images.new is None and images.stored is None
-        if nothing_new or not inputs.pass_connector:
-            zero = self.zero_of_others(starts=True, projects=not nothing_new)
-        if images.stored is not None:
-            keys_values = images.stored.found.keys_values(target, self.config.cross_attention_config.quiet_softmax)
-            cross.fill(images.stored.layout, keys_values, made_by)
+        new, zero = images.new, None
+        if new is None or not inputs.pass_connector:
+            zero = self.zero_of_others(starts=True, projects=new is not None)
+        if new is not None:
+            if new.stored is not None:
+                keys_values = new.stored.keys_values(target, self.config.cross_attention_config.quiet_softmax)
+            else:
+                assert new.states is not None
+                states = new.states if zero is None else new.states + zero.to(new.states.dtype)
+                keys_values = self.project_images(states, target, new.layout)
+            cross.fill(new.layout, keys_values, made_by)
             cache.mark_updated(len(keys_values))
-        elif images.new is not None:
-            states = images.new.states
-            keys_values = self.project_images(
-                states if zero is None else states + zero.to(states.dtype), target, images.new.layout
-            )
-            cross.fill(images.new.layout, keys_values, made_by)
-            cache.mark_updated(len(keys_values))
+            cache.note_images(0, text.new) if text.rows is not None else cache.note_images(1)
         elif images.layout is not None:
             cross.show(images.layout)
-        if images.new is not None or images.stored is not None:
-            cache.note_images(0, text.new) if text.rows is not None else cache.note_images(1)
         return images
 
     def project_images(

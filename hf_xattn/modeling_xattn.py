@@ -31,12 +31,10 @@ from .extras_xattn import XAttnExtrasMixin, XAttnOuterExtrasMixin
 from .generation_xattn import XAttnGenerationMixin
 from .images.connector import XAttnConnector, new_connector
 from .images.conversation import PreparedImages
-from .images.image_inputs import NO_IMAGES, ImageInputs, refuse_lost_mask
-from .images.tower import check_tower_class
-from .images.vision import build_tower
+from .images.image_inputs import ImageInputs, refuse_lost_mask
+from .images.tower import build_tower
 from .images_xattn import XAttnDelegationMixin, XAttnImagesMixin
 from .layers.context import CrossAttentionContext
-from .layers.image_rows import refuse_data_parallel
 from .outputs_xattn import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .utils.custom_code import build_part
 from .utils.tensor_checks import check_integers, check_tensor
@@ -64,8 +62,6 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         was_given = text_model is not None
         if text_model is None:
             text_model = build_part(AutoModelForCausalLM, config.text_config)
-        if vision_tower is not None:
-            check_tower_class("vision_tower", type(vision_tower))
         check_insertable(text_model)
         self._interface = DecoderInterface.of(text_model)
         with self.taking_over(text_model, was_given, vision_tower):
@@ -94,7 +90,7 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         return find_decoder(self.text_model)[0]
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """`PreTrainedModel.get_encoder`, but the whole model for a decoder with a channel (see `decoders/channel.py`).
+        """`PreTrainedModel.get_encoder`, but the whole model for a decoder with a channel (see `layers/context.py`).
 
         transformers' exporters export an encoder and a decoder separately. A decoder that does not take the images as
         an argument would silently be exported without images. So the exporters export such a model as one.
@@ -116,34 +112,23 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         check_text(text, given_cache is None, self.get_input_embeddings)
         call = read_call(self, text, images, given_cache, use_cache, output_attentions, output_cross_attentions)
         cross = call.cross
-        read_first = cross is not None and cross.layers and (call.starts or cross.read_by != self._folder)
-        if images is not NO_IMAGES or read_first:
-            self._check_cache(call)
-        found, decision, seen, context = find_images(self, call), None, None, None
+        if isinstance(images, ImageInputs) and cross is not None and cross.layers:
+            if images.images is not None or call.starts or cross.read_by != self._folder:
+                self._check_made_here(cross)
+                cross.read_by = self._folder
+        found, sees, keys_values, context = find_images(self, call), None, None, None
         if found is not None:
-            decision = decide(self.config, call, found)
-            seen = find_keys_values(self, call, found)
-            context = make_context(self.config, call, found, decision, seen)
+            sees = decide(self.config, call, found)
+            keys_values = find_keys_values(self, call, found)
+            context = make_context(self.config, call, found, sees, keys_values)
         # A cache of the caller's is left as it was if the decoder fails.
         with contextlib.nullcontext() if given_cache is None else whole_or_not_at_all(call.cache):
             outputs = self._interface.call(runner, call.text, context, call.text_cache, call.use_cache)
             weights = None if context is None else self._weights_of_blocks(context, call)
             if call.cache is not None and call.uncached is None:
-                commit(call, found, decision, seen)
+                commit(call, found, sees, keys_values)
         cache = call.cache if call.cache is not None else outputs.get(self._interface.cache_argument)
         return outputs, (cache if call.use_cache else None), weights
-
-    def _check_cache(self, call: Call) -> None:
-        """Raises a `ValueError` for images that other weights have encoded, or that no block could read."""
-        images, cache = call.images, call.cache
-        brings = images is not NO_IMAGES and (not isinstance(images, ImageInputs) or images.images is not None)
-        if isinstance(images, ImageInputs):
-            if images.image_rows is not None:
-                refuse_data_parallel(self)
-            if cache is not None and (brings or call.starts or cache.cross_attention_cache.read_by != self._folder):
-                self._check_made_here(cache.cross_attention_cache)  # where images come in, or are read first
-        if call.cross is not None and call.cross.layers:
-            call.cross.read_by = self._folder
 
     def _weights_of_blocks(self, context: CrossAttentionContext, call: Call) -> tuple[torch.Tensor, ...] | None:
         """The attention weights of all blocks, if requested.
@@ -236,8 +221,7 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         Raises:
             TypeError: for unknown keywords, arguments that are not tensors, masks that are not boolean, or states and
                 pixels that are not floating point.
-            ValueError: for wrong shapes, an empty text, ids outside the vocabulary (checked only on a CPU, because a
-                GPU would have to wait for the check), pixels without a vision tower, or contradictory arguments.
+            ValueError: for wrong shapes, an empty text, pixels without a vision tower, or contradictory arguments.
         """
         if kwargs:
             self._interface.check_keywords(self.forward, kwargs, body=True)
@@ -417,7 +401,7 @@ class XAttnForConditionalGeneration(
         for name, given in (("labels", labels), ("shift_labels", kwargs.get("shift_labels"))):
             if given is not None:
                 ignored = IGNORED if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
-                check_labels(name, given, input_ids, inputs_embeds, logits_to_keep, self.get_input_embeddings, ignored)
+                check_labels(name, given, inputs_embeds if input_ids is None else input_ids, logits_to_keep, ignored)
                 # A decoder's own loss does not support logits of added tokens, and ignores `shift_labels` alone.
                 own_loss = self.config.additional_vocab_in_head or labels is None
         if labels is not None or own_loss:

@@ -24,9 +24,9 @@ from .checkpoints.removal import (
 from .checkpoints.text_half import text_half
 from .configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
 from .decoders.derived import original_class
-from .images.measure import Measured, measured, measured_features
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .parts.grid_code import is_square
+from .parts.measured_towers import Measured, measured, measured_features
 from .utils.architectures import text_num_hidden_layers
 from .utils.architectures import vision_hidden_size as width_of
 from .utils.config_checks import check_parts, every_nth_layer

@@ -34,7 +34,7 @@ def way(name: str) -> Iterator[None]:
     """Inside, padding is computed and masked, or left out."""
     with contextlib.ExitStack() as stack:
         if name == "padded":
-            for module in ("cache.real_tokens", "images.vision"):
+            for module in ("cache.image_layout", "parts.tiles"):
                 stack.enter_context(patch(f"hf_xattn.{module}.has_values", return_value=False))
         yield
 

@@ -1,6 +1,6 @@
 """Numbers that stand for the content of images, by which a cache knows images that come again.
 
-`images/known_images.py` compares them.
+`images/conversation.py` compares them.
 """
 
 from __future__ import annotations

@@ -20,43 +20,34 @@ from .image_layout import rows_to
 from .pytrees import Unexported, dataclass_node
 
 
-@dataclass(eq=False)
-class MarkerCounts:
-    """Image markers of the text so far."""
+def count_markers(
+    past: torch.Tensor | None, markers: torch.Tensor, total: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Continues counting image markers over new text.
 
-    # `(B, 3)`: number of counted markers, number of those before the latest run of markers, and whether the text ends
-    # with a counted marker
-    state: torch.Tensor
+    Args:
+        past (`torch.LongTensor`, *optional*): `(B, 3)`, the counts after earlier text: number of counted markers,
+            number of those before the latest run of markers, and whether the text ends with a counted marker.
+        markers (`torch.BoolTensor`): `(B, T)`, True where the new text holds a marker.
+        total (`torch.LongTensor`, *optional*): `(B or 1, 1)`, number of images; None if every marker has an image.
 
-    @classmethod
-    def none(cls, markers: torch.Tensor) -> MarkerCounts:
-        return cls(torch.zeros(markers.shape[0], 3, dtype=torch.long, device=markers.device))
-
-    def rows_to(self, rows: int) -> MarkerCounts:
-        return MarkerCounts(rows_to(self.state, rows))
-
-    def count_on(
-        self, markers: torch.Tensor, total: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Continues counting over new text.
-
-        Args:
-            markers (`torch.BoolTensor`): `(B, T)`, True where the new text holds a marker.
-            total (`torch.LongTensor`, *optional*): `(B or 1, 1)`, number of images; None if every marker has an image.
-
-        Returns:
-            three tensors `(B, T)`: the markers that count, the number of markers up to and including each token, and
-            the number of markers before the latest run of markers.
-        """
-        counts = markers.cumsum(dim=-1) + self.state[:, :1]
-        counted = markers
-        if total is not None:
-            # An extra marker, for example a generated one, must not count for an image that comes later.
-            counted = markers & (counts <= total)
-            counts = torch.minimum(counts, torch.maximum(total, self.state[:, :1]))
-        follows = torch.cat([self.state[:, 2:] > 0, counted[:, :-1]], dim=-1)
-        starts = torch.where(counted & ~follows, counts - 1, self.state[:, 1:2])
-        return counted, counts, starts.cummax(dim=-1).values
+    Returns:
+        three tensors `(B, T)`: the markers that count, the number of markers up to and including each token, and the
+        number of markers before the latest run of markers; and the counts after the new text, `(B, 3)`.
+    """
+    rows, length = markers.shape
+    past = markers.new_zeros(rows, 3, dtype=torch.long) if past is None else rows_to(past, rows)
+    counts = markers.cumsum(dim=-1) + past[:, :1]
+    counted = markers
+    if total is not None:
+        # An extra marker, for example a generated one, must not count for an image that comes later.
+        counted = markers & (counts <= total)
+        counts = torch.minimum(counts, torch.maximum(total, past[:, :1]))
+    follows = torch.cat([past[:, 2:] > 0, counted[:, :-1]], dim=-1)
+    starts = torch.where(counted & ~follows, counts - 1, past[:, 1:2])
+    before_group = starts.cummax(dim=-1).values
+    after = torch.stack([counts[:, -1], before_group[:, -1], counted[:, -1].long()], dim=-1) if length else past
+    return counted, counts, before_group, after
 
 
 @dataclass_node
@@ -80,19 +71,11 @@ class CallersMask:
         """The part for the next `text_len` text tokens, and the rest."""
         if self.text_len <= text_len:
             return self, None
-        return self.first_rows(text_len), self.rows_after(text_len)
+        return self.part(0, text_len), self.part(text_len)
 
-    def first_rows(self, text_len: int) -> CallersMask:
-        return replace(self, rows=self.rows[:, :text_len])
-
-    def rows_after(self, text_len: int) -> CallersMask:
-        return replace(self, rows=self.rows[:, text_len:])
-
-    def last_row(self) -> CallersMask:
-        return replace(self, rows=self.rows[:, -1:])
-
-    def until(self, over: torch.Tensor) -> CallersMask:
-        return replace(self, over=over)
+    def part(self, first: int, last: int | None = None) -> CallersMask:
+        """The rows `first` to `last`, which is left out."""
+        return replace(self, rows=self.rows[:, first:last])
 
     def copied(self) -> CallersMask:
         return replace(self, rows=self.rows.clone(), over=None if self.over is None else self.over.clone())
@@ -139,22 +122,19 @@ class History(Unexported):
             if counted is not None:
                 counted = torch.nn.functional.pad(counted, (0, length - self.length))
             return History(counted, masks, length)
-        left = tuple((start, mask.first_rows(length - start)) for start, mask in masks if start < length)
+        left = tuple((start, mask.part(0, length - start)) for start, mask in masks if start < length)
         return History(None if counted is None else counted[:, :length], left, length)
 
     def progress(self) -> TextProgress:
         """The progress at the end of this history."""
         counts = held = None
         if self.counted is not None:
-            counts = MarkerCounts.none(self.counted)
-            if self.length:
-                counted, seen, before_group = counts.count_on(self.counted, None)
-                counts = MarkerCounts(torch.stack([seen[:, -1], before_group[:, -1], counted[:, -1].long()], dim=-1))
+            counts = count_markers(None, self.counted, None)[-1]
         if self.masks:
             start, mask = self.masks[-1]
-            held = mask.last_row()
+            held = mask.part(-1)
             if self.counted is not None:
-                held = held.until(self.counted[:, start + mask.text_len :].any(dim=-1))
+                held = replace(held, over=self.counted[:, start + mask.text_len :].any(dim=-1))
         return TextProgress(counts, held, None, self)
 
     def take(self, indices: torch.Tensor, batch_size: int) -> History:
@@ -169,7 +149,7 @@ class History(Unexported):
 class TextProgress:
     """What later text needs to know of earlier text."""
 
-    counts: MarkerCounts | None = None  # None if no call has looked for markers
+    counts: torch.Tensor | None = None  # `(B, 3)`, see [`count_markers`]; None if no call has looked for markers
     held: CallersMask | None = None  # the last row of a caller's mask, until the next marker
     coming: CallersMask | None = None  # rows of a caller's mask for later text, from `generate`
     history: History | None = None  # None if the text cannot be cropped; lost if an exported program has continued it
@@ -195,23 +175,17 @@ class TextProgress:
         earlier = history.until(length).progress()
         return replace(earlier, coming=self.coming if length > history.length else None)
 
-    def with_coming(self, mask: CallersMask | None) -> TextProgress:
-        return replace(self, coming=mask)
-
     def copied(self) -> TextProgress:
         """The same in tensors of its own, without a history."""
         return TextProgress(
-            None if self.counts is None else MarkerCounts(self.counts.state.clone()),
+            None if self.counts is None else self.counts.clone(),
             None if self.held is None else self.held.copied(),
             None if self.coming is None else self.coming.copied(),
         )
 
-    def without_history(self) -> TextProgress:
-        return replace(self, history=None)
-
     def after(
         self,
-        counts: MarkerCounts | None,
+        counts: torch.Tensor | None,
         counted: torch.Tensor | None,
         covered: CallersMask | None,
         coming: CallersMask | None,
@@ -223,7 +197,7 @@ class TextProgress:
 
     def take(self, indices: torch.Tensor, batch_size: int) -> TextProgress:
         return TextProgress(
-            None if self.counts is None else MarkerCounts(_take_shared(self.counts.state, indices, batch_size)),
+            None if self.counts is None else _take_shared(self.counts, indices, batch_size),
             None if self.held is None else self.held.take(indices, batch_size),
             None if self.coming is None else self.coming.take(indices, batch_size),
             None if self.history is None else self.history.take(indices, batch_size),

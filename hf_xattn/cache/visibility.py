@@ -20,12 +20,13 @@ sees and the new progress, which the cache stores when the forward has succeeded
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .image_layout import ImageLayout, rows_to
-from .text_progress import CallersMask, MarkerCounts, TextProgress
+from .text_progress import CallersMask, TextProgress, count_markers
 
 
 class Samples(Protocol):
@@ -49,7 +50,7 @@ class Visibility(NamedTuple):
     """What the text of a call sees, and the progress after the call."""
 
     sees: torch.Tensor | None  # `(rows, T or 1, N)`, where `rows` divides B; None if the text sees everything
-    progress: TextProgress
+    progress: TextProgress | None  # None where it stays as it was
 
 
 def decide_visibility(
@@ -91,20 +92,17 @@ def decide_visibility(
 def _by_markers(
     rule: str,
     layout: ImageLayout,
-    past: MarkerCounts | None,
+    past: torch.Tensor | None,
     markers: torch.Tensor,
     samples: Samples | None,
-) -> tuple[torch.Tensor, torch.Tensor, MarkerCounts]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the rule allows `(B, T, N)`, the markers that count `(B, T)`, and the new counts."""
     batch_size = markers.shape[0]
-    if past is None:
-        past = MarkerCounts.none(markers)
     real = layout.image_mask
     order = image_order(markers.new_ones(1, layout.num_images) if real is None else real)
     if order.shape[0] > 1:
         order = rows_to(order, batch_size)
-    counted, seen, before_group = past.rows_to(batch_size).count_on(markers, order.amax(dim=-1, keepdim=True))
-    counts = MarkerCounts(torch.stack([seen[:, -1], before_group[:, -1], counted[:, -1].long()], dim=-1))
+    counted, seen, before_group, counts = count_markers(past, markers, order.amax(dim=-1, keepdim=True))
     images = visible_images(order, seen, before_group, rule)
     if samples is not None:
         images = images & samples.images_of_samples(order, counted, seen)
@@ -126,12 +124,12 @@ def _by_mask(
     parts = []
     if covered is not None:
         first = covered.text_len
-        held = covered.last_row()
-        parts.append(_lay_over(_rule_part(sees, slice(0, first)), covered, layout, batch_size))
+        held = covered.part(-1)
+        parts.append(_lay_over(None if sees is None else sees[:, :first], covered, layout, batch_size))
     if held is None:
         return sees, None
     if first < text_len:
-        rest = _rule_part(sees, slice(first, text_len))
+        rest = None if sees is None else sees[:, first:text_len]
         laid = _lay_over(rest, held, layout, batch_size)
         if counted is not None and rest is not None:
             # The mask row applies until the next marker in its text row.
@@ -142,17 +140,13 @@ def _by_mask(
         parts.append(laid)
     if counted is not None:
         over = counted[:, first:].any(dim=-1)
-        held = held.until(over if held.over is None else over | rows_to(held.over, batch_size))
+        held = replace(held, over=over if held.over is None else over | rows_to(held.over, batch_size))
     if len(parts) == 1:
         return parts[0], held
     rows = max(part.shape[0] for part in parts)
     lengths = (first, text_len - first)
     wide = [rows_to(part, rows).expand(-1, length, -1) for part, length in zip(parts, lengths)]
     return torch.cat(wide, dim=1), held
-
-
-def _rule_part(sees: torch.Tensor | None, part: slice) -> torch.Tensor | None:
-    return None if sees is None else sees[:, part]
 
 
 def _lay_over(sees: torch.Tensor | None, mask: CallersMask, layout: ImageLayout, batch_size: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -231,7 +232,7 @@ class XAttnCache(EncoderDecoderCache):
     def current_progress(self) -> TextProgress:
         """The progress for the present length of the text half: `crop` may have shortened it."""
         if not self.can_be_cropped:
-            return self.progress if self.progress.history is None else self.progress.without_history()
+            return self.progress if self.progress.history is None else replace(self.progress, history=None)
         return self.progress.at(self.get_seq_length())
 
     def leave_graph(self) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..decoders.insertion import check_kind
-from ..images.tower import check_comes_back, check_tower_class, check_tower_config
+from ..parts.towers import check_comes_back, check_tower_class, check_tower_config
 from ..utils.architectures import architecture
 from ..utils.checkpoint_files import both_readings, check_source, refuse_pickled
 from ..utils.config_checks import is_quantized

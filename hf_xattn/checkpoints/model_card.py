@@ -19,8 +19,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
-from ..images.tower import image_size_of
-from ..images.vision import UNSIZED, blank_image
+from ..images.tower import UNSIZED, blank_image, image_size_of
 from ..utils.checkpoint_files import CARD
 from ..utils.parts import named_parts
 from ..utils.transformers_api import is_blank_card

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..decoders.insertion import BLOCKS
-from ..decoders.vocabulary import vocabulary_options
+from ..parts.vocabulary import vocabulary_options
 from ..utils.distributed import is_sharded_by_transformers
 from ..utils.first_values import ValuesComeLater
 

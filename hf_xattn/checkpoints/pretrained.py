@@ -16,12 +16,13 @@ from transformers import initialization as init
 
 from ..configuration_xattn import XAttnConfig
 from ..decoders.insertion import BLOCKS, check_insertable
-from ..decoders.vocabulary import extend_vocabulary
 from ..layers.block import GatedCrossAttentionBlock
 from ..learning.activation_wrappers import refuse_reentrant
 from ..learning.frozen import give_gradient_to_inputs, keep_frozen_in_eval
 from ..learning.lost_updates import warn_of_half_precision
 from ..learning.sharding import XAttnUnitsMixin, block_plan, fsdp_plan
+from ..parts.towers import check_tower_class, check_tower_config
+from ..parts.vocabulary import extend_vocabulary
 from ..utils.checkpoint_files import Stored
 from ..utils.config_checks import DTYPES, check_parts
 from ..utils.custom_code import trusting
@@ -94,6 +95,10 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
 
         After an error nothing is changed. `was_given`: whether the text model existed before.
         """
+        if vision_tower is not None:
+            check_tower_class("vision_tower", type(vision_tower))
+        elif self.config.vision_config is not None:
+            check_tower_config("vision_config", self.config.vision_config)
         with recorded(text_model, was_given) as insertion:
             if was_given:
                 keep_weights(text_model)

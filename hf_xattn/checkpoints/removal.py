@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..decoders.derived import is_derived, original_class
 from ..decoders.insertion import BLOCKS, PREFIX
-from ..decoders.vocabulary import PREFIX as EXTENDED
+from ..parts.vocabulary import PREFIX as EXTENDED
 
 
 # Prefixes of the classes that a retrofit gives to modules of a text model, and the children that it adds to them.

@@ -85,7 +85,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
         print(markdown_table())
     elif arguments.towers:
-        from ..images.tower_table import markdown_table as table_of_towers
+        from ..parts.towers import markdown_table as table_of_towers
 
         print(table_of_towers())
     else:

@@ -18,13 +18,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin, StaticCache
 from transformers.utils import logging
 
-from ..layers.context import KEYWORD, CrossAttentionContext
+from ..layers.context import KEYWORD, CrossAttentionContext, carrying
 from ..utils import memoized
 from ..utils.architectures import Architecture, architecture, text_num_hidden_layers
 from ..utils.keywords import LOSS, keywords_of, refuse_unknown
 from ..utils.tensor_checks import has_values
 from ..utils.transformers_api import HAS_RECORDING, check_recorded, is_before, needs
-from .channel import carrying
 
 
 logger = logging.get_logger(__name__)

@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..configuration_xattn import XAttnConfig
-from ..layers.context import KEYWORD, CrossAttentionContext, ImageTokens
+from ..layers.context import KEYWORD, CrossAttentionContext, ImageTokens, carried_context
 from ..utils import memoized
 from ..utils.architectures import architecture
 from .block_stack import make_blocks, weight_of
-from .channel import carried_context
 from .decoder import find_cache_argument, find_decoder, layers_receive_keywords
 from .derived import derive, is_derived
 
@@ -43,7 +42,7 @@ def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool 
     """Derives the class of a decoder layer with a block in front. Equal arguments give the same class object.
 
     `receives_keywords`: whether the decoder passes keyword arguments to the layer. If not, the layer's `__call__`
-    fetches the context (see `decoders/channel.py`).
+    fetches the context (see `layers/context.py`).
     """
     return _cross_attending_class(layer_class, receives_keywords)
 

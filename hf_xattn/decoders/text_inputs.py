@@ -1,16 +1,13 @@
 """The text arguments of a call, checked before an image is encoded.
 
-Types, dtypes and shapes are read. The values of ids and labels are read on a CPU alone, as a GPU would have to wait
-for them: there, ids outside the vocabulary end in a device-side assertion of torch, as in transformers. A decode step
-pays for none of this. What a decoder or torch refuses by itself, such as positions outside the decoder's table, is left
-to them.
+Types, dtypes and shapes are read, no values. A decode step pays for none of this. What a decoder or torch refuses by
+itself, such as ids outside the vocabulary and positions outside the decoder's table, is left to them.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import BlockMask
 
-from ..utils.tensor_checks import INTEGERS, check_floating, check_integers, check_tensor, has_values, is_fake
+from ..utils.tensor_checks import INTEGERS, check_floating, check_integers, check_tensor, has_values
 
 
 PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # methods of PEFT that learn keys and values of the text's cache
@@ -33,7 +30,7 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
 
     Raises:
         TypeError: for anything but tensors, or a wrong dtype.
-        ValueError: for ids and embeddings together, or neither, an empty text, a wrong rank or size, or unknown ids.
+        ValueError: for ids and embeddings together, or neither, an empty text, or a wrong rank or size.
     """
     input_ids, inputs_embeds = text.get("input_ids"), text.get("inputs_embeds")
     if (input_ids is None) == (inputs_embeds is None):
@@ -48,8 +45,6 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
     if input_ids is not None:
         check_ids("input_ids", input_ids)
         rows, length = input_ids.shape
-        if length > 1 or starts:
-            check_in_vocabulary("input_ids", input_ids, find_embedding())
     else:
         rows, length = check_embeds(inputs_embeds, find_embedding())
     if (mask := text.get("attention_mask")) is not None:
@@ -61,8 +56,9 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
             raise ValueError(
                 f"Expected `position_ids` of shape (batch={rows}, text_len={length}), got {tuple(positions.shape)}."
             )
-    if (kept := text.get("logits_to_keep")) is not None:
-        _check_kept(kept)
+    kept = text.get("logits_to_keep")
+    if isinstance(kept, int) and kept < 0:
+        raise ValueError(f"Expected `logits_to_keep` to be at least 0, the number of last positions, got {kept}.")
 
 
 def check_ids(name: str, ids: Any) -> None:
@@ -74,33 +70,6 @@ def check_ids(name: str, ids: Any) -> None:
     if ids.dim() != 2:
         raise ValueError(f"Expected `{name}` of shape (batch, text_len), got {tuple(ids.shape)}.")
     raise ValueError(f"`{name}` holds no token: its shape is {tuple(ids.shape)}.")
-
-
-def check_in_vocabulary(name: str, ids: torch.Tensor, embedding: nn.Module, ignored: int | None = None) -> None:
-    """Raises a `ValueError` for ids that an embedding has no row for. On a CPU alone: see the head of this file.
-
-    And for an embedding with an adapter that looks rows up by itself, beside added rows that it does not know.
-    """
-    tuned = getattr(embedding, "token_adapter", embedding)  # of `trainable_token_indices`
-    if getattr(getattr(tuned, "base_layer", None), "additional", None) is not None:
-        raise ValueError(
-            f"The embedding has an adapter of PEFT ({type(tuned).__name__}), which has no rows for the tokens of "
-            "`additional_vocab_size`. Leave the embedding out of `target_modules` and `trainable_token_indices`. "
-            "`modules_to_save` can train it as a whole."
-        )
-    if not isinstance(embedding, nn.Embedding) or ids.device.type != "cpu" or is_fake(ids):
-        return
-    size = embedding.num_embeddings
-    if (additional := getattr(embedding, "additional", None)) is not None:  # see `decoders/vocabulary.py`
-        size += additional.num_embeddings
-    outside = (ids < 0) | (ids >= size)
-    if ignored is not None:
-        outside &= ids != ignored
-    if outside.any():
-        found = sorted(set(ids[outside].tolist()))
-        raise ValueError(
-            f"Expected `{name}` from 0 to {size - 1}, the model's vocabulary, got {', '.join(map(str, found[:5]))}."
-        )
 
 
 def refuse_prefix(model: Any) -> None:
@@ -130,18 +99,6 @@ def check_embeds(embeds: Any, embedding: nn.Module) -> tuple[int, int]:
     if 0 in embeds.shape:
         raise ValueError(f"`inputs_embeds` holds no token: its shape is {tuple(embeds.shape)}.")
     return embeds.shape[0], embeds.shape[1]
-
-
-def _check_kept(keep: Any) -> None:
-    if isinstance(keep, torch.Tensor):
-        fits = keep.dim() <= 1 and keep.dtype in INTEGERS
-    else:
-        fits = isinstance(keep, SupportsIndex) and operator.index(keep) >= 0
-    if not fits:
-        raise ValueError(
-            "Expected `logits_to_keep` to be an integer of at least 0, or a tensor of positions (positions,), got "
-            f"{keep!r}."
-        )
 
 
 def check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> None:
@@ -193,35 +150,17 @@ def check_options(options: GenerationConfig, marker: int | None, masked: bool) -
         )
 
 
-def mask_of_new_text(mask: torch.Tensor, past: int, length: int) -> torch.Tensor:
-    """The columns of `length` new tokens after `past` cached ones in an `attention_mask` `(batch, columns)`.
-
-    It covers all text so far, or the new text alone (Mamba), or a whole static cache (Bloom).
-    """
-    first = past if mask.shape[1] >= past + length else mask.shape[1] - length
-    return mask[:, first : first + length]
-
-
-def check_labels(
-    name: str,
-    labels: Any,
-    input_ids: Any,
-    inputs_embeds: Any,
-    logits_to_keep: Any,
-    find_embedding: Callable[[], nn.Module],
-    ignored: int = -100,
-) -> None:
+def check_labels(name: str, labels: Any, text: Any, logits_to_keep: Any, ignored: int = -100) -> None:
     """Checks `labels` or `shift_labels` against the text, or against the positions whose logits are kept.
 
     `ignored` stands for no label.
 
     Raises:
         TypeError: for anything but integers.
-        ValueError: for another shape, or labels outside the vocabulary.
+        ValueError: for another shape.
     """
     check_tensor(name, labels)
     check_integers(name, labels, (torch.int64,))
-    text = input_ids if input_ids is not None else inputs_embeds
     if torch.compiler.is_compiling() or not isinstance(text, torch.Tensor) or text.dim() < 2:
         return
     rows, length = text.shape[:2]
@@ -234,7 +173,6 @@ def check_labels(
             f"Expected `{name}` of shape {(rows, length)} (batch, text_len), got {tuple(labels.shape)}. A position "
             f"that has no label takes {ignored}."
         )
-    check_in_vocabulary(name, labels, find_embedding(), ignored)
 
 
 def check_side_by_side(logits_to_keep: Any) -> None:

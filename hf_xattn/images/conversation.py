@@ -1,27 +1,39 @@
-"""Compares the image inputs of a call with the cache of the conversation.
+"""Compares the images of a call with those of the cache, and encodes the new ones.
 
-A call may pass images that the cache already holds, new images, or none. Its masks may cover all images or only the
-new ones, and the whole text or only the text of the call. The result is: the images to encode, a layout of all images,
-and a mask for the text of the call.
+A chat client passes all images again in every turn. Cached images must not be encoded twice, and a new image must not
+be mistaken for a cached one. Beside a cache, a call gives one of these:
+
+- All images of the cache, in every row, each in the slot that it had and with the same padding, and new ones behind
+  them. An image behind them is new, even if one of them has the same content.
+- Only new images: none is among the cached images of its row.
+- No images.
+
+Anything else is refused. Images in a form that no cached image has (features, where pixels are cached) cannot be
+compared: all are new. Features without an image axis, `(batch, num_image_tokens, context_size)`, count as one image,
+whose first tokens are compared.
+
+The masks of a call may cover all images or only the new ones, and the whole text or only the text of the call. The
+result of [`read_images`] is: the new images, a layout of all images, and a mask for the text of the call.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from transformers.utils import logging
 
 from ..cache.cross_cache import CrossCache
-from ..cache.image_layout import ImageLayout
+from ..cache.digests import Digests
+from ..cache.image_layout import ImageLayout, rows_to
 from ..cache.pytrees import dataclass_node
-from ..cache.text_progress import CallersMask
+from ..cache.text_progress import CallersMask, TextProgress
 from ..cache.xattn_cache import XAttnCache
-from ..layers.image_rows import ImageRows
-from .image_encoder import ImageEncoder, ImageSource, NewImages, StoredImages
-from .image_inputs import ImageInputs
-from .known_images import check_known_mask, check_markers
+from ..utils.tensor_checks import has_values
+from .image_encoder import FoundImages, ImageEncoder, ImageSource, without_padding_tokens
+from .image_inputs import ImageAxis, ImageInputs
+from .tower import token_mask_of
 
 
 logger = logging.get_logger(__name__)
@@ -29,6 +41,10 @@ logger = logging.get_logger(__name__)
 UNSEEN = (
     "New images come behind text in `cache`, which was read without them. With `image_visibility='all'` and "
     "without a cache all text sees them: read the whole text anew for the same answers."
+)
+SEND = (
+    "Pass only the new images, or all images of the conversation from the first on, in their order and with the "
+    "padding that they had (`image_mask`), and the new ones behind them."
 )
 
 
@@ -42,17 +58,39 @@ class TextOfCall(NamedTuple):
     markers: torch.Tensor | None = None  # `(B, T)` of the new text; None where they are unknown or decide nothing
 
 
+class NewImages(NamedTuple):
+    """Images that a cache does not hold yet."""
+
+    layout: ImageLayout
+    states: torch.Tensor | None  # `(R, N, context_size)`
+    stored: FoundImages | None = None  # in place of `states`, where a source knows the images
+
+
 class ImagesOfCall(NamedTuple):
     """Images and mask of a call, next to those of the cache."""
 
     new: NewImages | None  # images to encode
     layout: ImageLayout | None  # of all images, the cached ones first; None if there are no images
     mask: CallersMask | None  # the caller's decision for the text that follows
-    stored: StoredImages | None = None  # in place of `new`, where a source knows the images
-    rows: ImageRows | None = None  # the image row of each text row; None if they are shared in equal numbers, in order
+    rows: torch.Tensor | None = None  # see [`ImageInputs.rows_of_text`]
     zero: torch.Tensor | None = None  # of weights that other processes use (`XAttnImagesMixin.zero_of_others`)
     unseen: bool = False  # these are stand-in images that no text sees (`XAttnImagesMixin.images_of_nobody`)
     ready: CrossCache | None = None  # their keys and values, if nothing has to be computed
+
+    @property
+    def layout_of_text(self) -> ImageLayout:
+        """The layout with masks in the rows of the text, or in fewer rows that the text shares in order."""
+        assert self.layout is not None
+        return self.layout if self.rows is None else self.layout.of_text(self.rows)
+
+
+@dataclass_node
+@dataclass(eq=False)
+class PreparedImages:
+    """Images that `generate` has encoded once, for decoding without a cache of text."""
+
+    cross: CrossCache  # text rows share its rows
+    mask: CallersMask | None  # the caller's decision for the first part of the text
 
 
 def read_images(
@@ -63,7 +101,15 @@ def read_images(
     record_content: bool,
     source: ImageSource | None = None,
 ) -> ImagesOfCall:
-    """Encodes the new images of a call, and extends its masks to all images. The cache is not changed."""
+    """Encodes the new images of a call, and extends its masks to all images. The cache is not changed.
+
+    Args:
+        record_content (`bool`): take digests of the new images, so that they are known when they come again.
+        source ([`ImageSource`], *optional*): where to look for images that were encoded in earlier calls.
+
+    Raises:
+        ValueError: if it is not clear which images are new, or if a mask contradicts the cache.
+    """
     cross = None if cache is None else cache.cross_attention_cache
     cached = None if cross is None else cross.layout
     if inputs.is_empty:
@@ -71,35 +117,97 @@ def read_images(
     inputs.check_rows(text.rows, 0 if cross is None else cross.rows)
     if cache is not None:
         inputs = inputs.with_own_masks()
-    rows = None
-    if inputs.images is not None:
-        inputs.check_device(inputs.images.device, "images")
-        if inputs.image_rows is not None:
-            rows = ImageRows.of(inputs.image_rows, inputs.images.shape[0])
-        if text.packed is not None and encoder.numbering is not None:
-            inputs = encoder.numbering.in_samples(encoder.config, inputs, text.packed, rows)
-    new, axes, again = encoder.read(inputs, cached, record_content, source)
-    layout = cached
-    if cache is not None and new is not None and inputs.images is not None:
-        all_see = encoder.config.image_visibility == "all"
-        if not again:
-            cache.check_images_read(all_see)
-        elif cached is not None and text.markers is not None and inputs.text_mask is None:
-            check_markers(text.markers, cached, new.layout, cache.current_progress())
-        if all_see and cache.text_rows is not None:
-            if not torch.compiler.is_compiling() and int(cache.get_seq_length()):
-                logger.warning_once(UNSEEN)
-    if cached is not None and inputs.images is None:
-        has_text = cache is not None and cache.text_rows is not None
-        layout = _narrowed(encoder, cached, inputs, has_text)
-    if new is not None:
-        layout = new.layout if cached is None else cached.append(new.layout)
-    mask = inputs.callers_mask(axes, (text.new, text.new + text.cached))
-    if mask is not None and mask.text_len != text.new:  # the cached text has been read: its rows decide nothing
-        mask = mask.rows_after(text.cached)
-    if isinstance(new, StoredImages):
-        return ImagesOfCall(None, layout, mask, new)
+    if inputs.images is None:
+        assert cache is not None and cached is not None
+        axes = [ImageAxis(cached.sizes, real=cached.image_mask if inputs.image_mask is None else None)]
+        layout = _narrowed(encoder, cached, inputs, has_text=cache.text_rows is not None)
+        return ImagesOfCall(None, layout, _mask_of_new_text(inputs, axes, text))
+    inputs.check_device(inputs.images.device, "images")
+    rows = inputs.rows_of_text()
+    if text.packed is not None and encoder.numbering is not None:
+        inputs = encoder.numbering.in_samples(encoder.config, inputs, text.packed, rows)
+    digests = encoder.digests(inputs) if record_content or cached is not None else None
+    found = UncachedImages(inputs, digests) if cached is None else find_new(inputs, digests, cached)
+    assert found.inputs.images is not None
+    if 0 in found.inputs.images.shape:
+        assert cached is not None
+        if inputs.token_mask is not None:
+            check_known_mask("cross_attention_mask", inputs.token_mask, cached)
+        return ImagesOfCall(None, cached, _mask_of_new_text(inputs, found.axes(cached, ()), text), rows=rows)
+    new = _encode(encoder, found, record_content, cached, source)
+    if cache is not None:
+        _check_place(encoder, inputs, found, new, cache, text)
+    layout = new.layout if cached is None else cached.append(new.layout)
+    mask = _mask_of_new_text(inputs, found.axes(cached, new.layout.sizes), text)
     return ImagesOfCall(new, layout, mask, rows=rows)
+
+
+def _encode(
+    encoder: ImageEncoder,
+    found: UncachedImages,
+    record_content: bool,
+    cached: ImageLayout | None,
+    source: ImageSource | None,
+) -> NewImages:
+    real, given_mask = found.inputs.real_images, found.inputs.token_mask
+    images = found.inputs
+    if encoder.numbering is not None:
+        images = encoder.numbering.in_row(images, real, cached)
+    assert images.images is not None
+    rows, num_images = images.images.shape[:2]
+    if source is not None and given_mask is not None and not images.pass_connector:
+        given = found.part_of(given_mask, num_images * images.images.shape[2], cached)
+        shown = without_padding_tokens(images.images, given)
+        # Finite padding stays: the same features are found again beside another mask.
+        images = replace(images, images=torch.where(images.images.isfinite(), images.images, shown))
+    stored = None
+    if source is not None:
+        stored = source.read(images, real, encoder.dtype_of(images), encoder.features_of)
+    if stored is None:
+        features = encoder.features_of(images, real)
+        tokens, device = features.shape[2], features.device
+    else:
+        tokens, device = stored.tokens, stored.device
+    token_mask = token_mask_of(images.tiles, real, tokens)
+    if given_mask is not None:
+        given = found.part_of(given_mask, num_images * tokens, cached)
+        both = max(given.shape[0], rows)
+        token_mask = given if token_mask is None else rows_to(given, both) & rows_to(token_mask, both)
+    content = (found.digests,) if record_content and found.digests is not None else None
+    layout = ImageLayout.of((tokens,) * num_images, device, token_mask, real, content)
+    if stored is not None:
+        return NewImages(layout, None, stored)
+    # Also where the real tokens are taken: compiled code reads padding, too.
+    features = features if token_mask is None else without_padding_tokens(features, token_mask)
+    return NewImages(layout, features.flatten(1, 2))
+
+
+def _check_place(
+    encoder: ImageEncoder,
+    inputs: ImageInputs,
+    found: UncachedImages,
+    new: NewImages,
+    cache: XAttnCache,
+    text: TextOfCall,
+) -> None:
+    """Raises a `ValueError` for new images where the text of earlier images was removed, or their markers come again.
+
+    Warns of images behind text that was read without them.
+    """
+    cached, all_see = cache.cross_attention_cache.layout, encoder.config.image_visibility == "all"
+    if not found.again:
+        cache.check_images_read(all_see)
+    elif cached is not None and text.markers is not None and inputs.text_mask is None:
+        check_markers(text.markers, cached, new.layout, cache.current_progress())
+    if all_see and cache.text_rows is not None:
+        if not torch.compiler.is_compiling() and int(cache.get_seq_length()):
+            logger.warning_once(UNSEEN)
+
+
+def _mask_of_new_text(inputs: ImageInputs, axes: list[ImageAxis], text: TextOfCall) -> CallersMask | None:
+    """The caller's mask for the new text. Cached text has been read: its rows decide nothing."""
+    mask = inputs.callers_mask(axes, (text.new, text.new + text.cached))
+    return mask if mask is None or mask.text_len == text.new else mask.part(text.cached)
 
 
 def _narrowed(encoder: ImageEncoder, cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> ImageLayout:
@@ -114,10 +222,153 @@ def _narrowed(encoder: ImageEncoder, cached: ImageLayout, inputs: ImageInputs, h
     return cached.narrowed(inputs.image_mask, inputs.token_mask)
 
 
-@dataclass_node
-@dataclass(eq=False)
-class PreparedImages:
-    """Images that `generate` has encoded once, for decoding without a cache of text."""
+class UncachedImages(NamedTuple):
+    """The images of a call that a cache does not hold."""
 
-    cross: CrossCache  # text rows share its rows
-    mask: CallersMask | None  # the caller's decision for the first part of the text
+    inputs: ImageInputs  # without the images that the cache holds; `token_mask` and `text_mask` as the call has them
+    digests: Digests | None
+    first: int = 0  # index in the call of the first new image
+    again: bool = False  # whether the call gives all images of the cache in front of the new ones
+
+    def axes(self, cached: ImageLayout | None, new: tuple[int, ...]) -> list[ImageAxis]:
+        """The image axes that a mask may have: all images, or the call's. `new`: number of tokens of each new image."""
+        if cached is None:
+            return [ImageAxis(new)]
+        if self.again:
+            return [ImageAxis((*cached.sizes, *new))]
+        return [ImageAxis((*cached.sizes, *new), real=cached.image_mask), ImageAxis(new, cached.num_tokens)]
+
+    def part_of(self, mask: torch.Tensor, count: int, cached: ImageLayout | None) -> torch.Tensor:
+        """The part of a mask `(rows, tokens)` for the `count` new tokens. The rest must agree with the cache."""
+        known = 0 if cached is None else cached.num_tokens
+        if mask.shape[1] == known + count:
+            if cached is not None:
+                check_known_mask("cross_attention_mask", mask[:, :known], cached)
+            return mask[:, known:]
+        if mask.shape[1] != count or self.again:
+            sizes = sorted({known + count} if self.again else {count, known + count})
+            raise ValueError(
+                f"Expected `cross_attention_mask` of shape {' or '.join(str((mask.shape[0], size)) for size in sizes)} "
+                f"(batch, num_image_tokens), got {tuple(mask.shape)}."
+            )
+        return mask
+
+
+def find_new(inputs: ImageInputs, digests: Digests | None, cached: ImageLayout) -> UncachedImages:
+    """Leaves out the images that a cache holds, by the rule at the top of this file.
+
+    Raises:
+        ValueError: if images cannot be compared, or if the call gives some of the cached images in another way.
+    """
+    if digests is None or cached.digests is None:
+        raise ValueError(
+            "`cache` holds images whose content was not recorded (they were cached in training, or combined "
+            "from caches of different kinds), so the new images cannot be compared with them. Start from an empty "
+            "cache, or from a cache of `encode_images`."
+        )
+    known = next((part for part in cached.digests if part.of == digests.of), None)
+    if known is None:
+        return UncachedImages(inputs, digests)
+    if known.dtype != digests.dtype:
+        raise ValueError(
+            f"Expected `{digests.of}` in {known.dtype}, the dtype of the images in `cache`, got {digests.dtype}. "
+            "Images of different dtypes cannot be compared."
+        )
+    assert inputs.images is not None
+    count, size = known.values.shape[1], digests.sizes[0]
+    as_one = len(digests.sizes) == 1 and not inputs.pass_connector
+    if (as_one or count % size == 0) and len(cached.digests) == 1 and _begins_with(digests, known, cached):
+        rest, first = digests.behind(count, 0 if as_one else size), 0 if as_one else count // size
+        cut = replace(inputs, image_mask=None if inputs.image_mask is None else inputs.image_mask[:, first:])
+        of_images = inputs.each_image(lambda images: images[:, :, count:] if as_one else images[:, first:])
+        return UncachedImages(replace(cut, images=of_images.images, tiles=of_images.tiles), rest, first, True)
+    # Where a call names no padding, a padding image of the cache that comes again would pass for a real one.
+    held, given = known.images(with_padding=inputs.real_images is None), digests.images()
+    for row, (ours, theirs) in enumerate(zip(held, given)):
+        if any(_is_part(image, b"".join(theirs)) for image in ours) or any(
+            _is_part(image, b"".join(ours)) for image in theirs
+        ):
+            raise ValueError(
+                f"Expected `{digests.of}` to hold all images of `cache` in their slots, and then new ones, or only new "
+                f"images. Row {row}: {len(ours)} in the cache, got {len(theirs)}, not all new. {SEND}"
+            )
+    return UncachedImages(inputs, digests)
+
+
+def _begins_with(given: Digests, known: Digests, cached: ImageLayout) -> bool:
+    """Whether a call's images begin with those of a cache, which are all `known`, in every row."""
+    values, count = known.values.cpu(), known.values.shape[1]
+    if given.values.shape[1] < count:
+        return False
+    first, real = given.values[:, :count].cpu(), given.real_or_all()[:, :count].cpu()
+    held = torch.ones(1, count, dtype=torch.bool)
+    if cached.image_mask is not None:  # which may have more rows than the digests
+        held = cached.image_mask.cpu().repeat_interleave(torch.tensor(known.sizes), dim=1)
+    rows = max(len(real), len(held))
+    return torch.equal(rows_to(real, rows), rows_to(held, rows)) and bool(((first == values) | ~real).all())
+
+
+def _is_part(part: bytes, whole: bytes) -> bool:
+    """Whether the 8-byte numbers in `part` occur in `whole`, one after another."""
+    at = whole.find(part)
+    while at != -1 and at % 8:
+        at = whole.find(part, at + 1)
+    return at != -1
+
+
+def check_markers(markers: torch.Tensor, cached: ImageLayout, new: ImageLayout, progress: TextProgress) -> None:
+    """Raises a `ValueError` if a row has a marker for each image of the call, and the cache holds some of them.
+
+    Then a new image would be shown at the marker of a cached one, which the caller has sent once more.
+
+    Args:
+        markers (`torch.BoolTensor`): `(B, T)`, True where the new text holds a marker.
+        cached, new ([`ImageLayout`]): of the images in the cache, and of the images that the call gives behind them.
+        progress ([`TextProgress`]): of the cached text.
+    """
+    if progress.counts is None or not has_values(markers):
+        return
+    seen = progress.counts[:, 0]
+    rows = max(len(seen), len(markers))
+    found, seen, held, fresh = (
+        rows_to(each.to(markers.device), rows) for each in (markers.sum(dim=-1), seen, cached.counts, new.counts)
+    )
+    wrong = (found == held + fresh) & (seen > 0) & (fresh > 0)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"Row {row}: expected one image marker for each of {int((held + fresh - seen)[row])} images without one, "
+            f"got {int(found[row])}. The call gives {int(found[row])} images, which begin with those of `cache`: "
+            f"these count as the same. {SEND}"
+        )
+
+
+def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout, has_text: bool = True) -> None:
+    """Raises a `ValueError` if a mask contradicts the cache about cached images. Padding tokens are not compared.
+
+    Args:
+        given (`torch.BoolTensor`): `(rows, num_images)` for `image_mask`, `(rows, N)` for `cross_attention_mask`.
+        has_text (`bool`): whether text has seen the images. Until then a mask may hide more.
+    """
+    by_image = name == "image_mask"
+    size = cached.num_images if by_image else cached.num_tokens
+    if given.shape[1] != size:
+        raise ValueError(
+            f"Expected `{name}` for the {size} {'images' if by_image else 'image tokens'} in `cache`, got "
+            f"{tuple(given.shape)}."
+        )
+    own = cached.image_mask if by_image else cached.token_mask
+    own = torch.ones_like(given) if own is None else own
+    rows = max(given.shape[0], own.shape[0])
+    given, own = rows_to(given, rows).to(own.device), rows_to(own, rows)
+    if not by_image and cached.image_mask is not None:
+        given = given & rows_to(cached.image_mask, rows)[:, cached.image_of_token]
+    differs = given ^ own if has_text else given & ~own
+    if (has_text or has_values(differs)) and differs.any():
+        row = int(differs.any(dim=1).nonzero()[0])
+        why = "the cached text has seen them with that mask" if has_text else "what was padding then was not encoded"
+        raise ValueError(
+            f"Expected the same `{name}` for the images in `cache` as before, because {why}. In row {row}, "
+            f"{int(differs[row].sum())} of {size} entries differ. Pass the same `{name}`, or none, or start from an "
+            "empty cache."
+        )

@@ -1,10 +1,9 @@
-"""Turns image inputs into image tokens: finds new images, runs vision tower and connector, and makes the layout."""
+"""Turns images into image tokens, by vision tower and connector."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -12,26 +11,12 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..cache.cross_cache import CrossCache, KeyValue
 from ..cache.digests import Digests, digests_of
-from ..cache.image_layout import ImageLayout, rows_to
-from ..cache.pytrees import dataclass_node
-from ..cache.real_tokens import real_coordinates
+from ..cache.image_layout import ImageLayout, real_coordinates, rows_to
 from ..configuration_xattn import XAttnConfig
-from ..layers.image_rows import ImageRows
 from ..utils.distributed import check_callable, has_units, is_distributed
 from .connector import XAttnConnector, check_square
-from .image_inputs import ImageAxis, ImageInputs
-from .known_images import UncachedImages, check_known_mask, find_new
-from .tower import Arrangement, check_not_trained, states_for_all_weights
-from .vision import blank_image, run_tower, token_mask_of
-
-
-@dataclass_node
-@dataclass(eq=False)
-class NewImages:
-    """Images that a cache does not hold yet."""
-
-    states: torch.Tensor  # (R, N, context_size)
-    layout: ImageLayout  # describes the N tokens
+from .image_inputs import ImageInputs
+from .tower import Arrangement, blank_image, check_not_trained, run_tower, states_for_all_weights
 
 
 class FoundImages(Protocol):
@@ -66,25 +51,10 @@ class Numbering(Protocol):
     def in_row(self, images: ImageInputs, real: torch.Tensor | None, cached: ImageLayout | None) -> ImageInputs: ...
 
     def in_samples(
-        self, config: XAttnConfig, images: ImageInputs, text: Any, rows: ImageRows | None
+        self, config: XAttnConfig, images: ImageInputs, text: Any, rows: torch.Tensor | None
     ) -> ImageInputs: ...
 
     def check_hidden(self, image_mask: torch.Tensor, cached: ImageLayout) -> None: ...
-
-
-class StoredImages(NamedTuple):
-    """Images that a cache does not hold yet, and that a source knows."""
-
-    found: FoundImages
-    layout: ImageLayout
-
-
-class ReadImages(NamedTuple):
-    """The new images of a call, and the axes of its masks."""
-
-    new: NewImages | StoredImages | None  # None if the cache holds all images
-    axes: list[ImageAxis]  # image axes that a caller's mask for each text token may have
-    again: bool = False  # whether the call gives all images of the cache
 
 
 class ImageEncoder:
@@ -174,7 +144,7 @@ class ImageEncoder:
         assert features is not None and self.vision_tower is not None and self.connector is not None
         check_not_trained(self.vision_tower)
         shape = features.shape[:2]
-        features = _without_padding_images(features, real).to(self._dtype_of(images))
+        features = _without_padding_images(features, real).to(self.dtype_of(images))
         if is_distributed():
             check_callable("connector", self.connector)
             if self.tower_is_waited_for():  # before the connector, as in the other processes
@@ -195,75 +165,7 @@ class ImageEncoder:
         output = run_tower(self.vision_tower, *blank_image(self.config.vision_config, features.device, features.dtype))
         return states_for_all_weights(self.vision_tower, output).flatten()[:0].sum()
 
-    def read(
-        self,
-        inputs: ImageInputs,
-        cached: ImageLayout | None,
-        record_content: bool,
-        source: ImageSource | None = None,
-    ) -> ReadImages:
-        """Encodes the images of a call that a cache does not hold yet.
-
-        Args:
-            cached ([`ImageLayout`], *optional*): of the images in the cache.
-            record_content (`bool`): take digests of the new images, so that they are known when they come again.
-            source ([`ImageSource`], *optional*): where to look for images that were encoded in earlier calls.
-
-        Raises:
-            ValueError: if it is not clear which images are new, or if a mask contradicts the cache.
-        """
-        if inputs.images is None:
-            if cached is None:
-                return ReadImages(None, [])
-            return ReadImages(
-                None, [ImageAxis(cached.sizes, real=cached.image_mask if inputs.image_mask is None else None)]
-            )
-        digests = self._digests(inputs) if record_content or cached is not None else None
-        found = UncachedImages(inputs, digests) if cached is None else find_new(inputs, digests, cached)
-        assert found.inputs.images is not None
-        new: NewImages | StoredImages | None = None
-        if 0 not in found.inputs.images.shape:
-            new = self._encode(found, record_content, cached, source)
-        elif inputs.token_mask is not None and cached is not None:
-            check_known_mask("cross_attention_mask", inputs.token_mask, cached)
-        return ReadImages(new, found.axes(cached, () if new is None else new.layout.sizes), found.again)
-
-    def _encode(
-        self, found: UncachedImages, record_content: bool, cached: ImageLayout | None, source: ImageSource | None
-    ) -> NewImages | StoredImages:
-        real, given_mask = found.inputs.real_images, found.inputs.token_mask
-        images = found.inputs
-        if self.numbering is not None:
-            images = self.numbering.in_row(images, real, cached)
-        assert images.images is not None
-        rows, num_images = images.images.shape[:2]
-        if source is not None and given_mask is not None and not images.pass_connector:
-            given = found.part_of(given_mask, num_images * images.images.shape[2], cached)
-            shown = _without_padding_tokens(images.images, given)
-            # Finite padding stays: the same features are found again beside another mask.
-            images = replace(images, images=torch.where(images.images.isfinite(), images.images, shown))
-        stored = None
-        if source is not None:
-            stored = source.read(images, real, self._dtype_of(images), self._features_of)
-        if stored is None:
-            features = self._features_of(images, real)
-            tokens, device = features.shape[2], features.device
-        else:
-            tokens, device = stored.tokens, stored.device
-        token_mask = token_mask_of(images.tiles, real, tokens)
-        if given_mask is not None:
-            given = found.part_of(given_mask, num_images * tokens, cached)
-            both = max(given.shape[0], rows)
-            token_mask = given if token_mask is None else rows_to(given, both) & rows_to(token_mask, both)
-        content = (found.digests,) if record_content and found.digests is not None else None
-        layout = ImageLayout.of((tokens,) * num_images, device, token_mask, real, content)
-        if stored is not None:
-            return StoredImages(stored, layout)
-        # Also where the real tokens are taken: compiled code reads padding, too.
-        features = features if token_mask is None else _without_padding_tokens(features, token_mask)
-        return NewImages(features.flatten(1, 2), layout)
-
-    def _features_of(self, images: ImageInputs, real: torch.Tensor | None = None) -> torch.Tensor:
+    def features_of(self, images: ImageInputs, real: torch.Tensor | None = None) -> torch.Tensor:
         """`(R, n, tokens, context_size)` of pixels or tower outputs; features as given.
 
         `real` (`torch.BoolTensor`, *optional*): `(R, n)`, False for padding images.
@@ -285,13 +187,13 @@ class ImageEncoder:
             features = self._of_tower_outputs(images, encoded)
         return features if coordinates is None else _at_coordinates(features, coordinates, shape)
 
-    def _digests(self, inputs: ImageInputs) -> Digests:
+    def digests(self, inputs: ImageInputs) -> Digests:
         images, name = inputs.images, inputs.name
         assert images is not None and name is not None
         kinds = None if inputs.tiles is None else inputs.tiles.kinds
-        return digests_of(name, images, self._dtype_of(inputs), inputs.real_images, kinds)
+        return digests_of(name, images, self.dtype_of(inputs), inputs.real_images, kinds)
 
-    def _dtype_of(self, inputs: ImageInputs) -> torch.dtype:
+    def dtype_of(self, inputs: ImageInputs) -> torch.dtype:
         """The dtype that the model turns pixels or features into."""
         assert inputs.images is not None
         tower = self.vision_tower if inputs.pass_connector else None
@@ -326,7 +228,7 @@ def _without_padding_images(images: torch.Tensor, real: torch.Tensor | None) -> 
     return images.masked_fill(padding.view(*real.shape, *[1] * (images.dim() - 2)), 0)
 
 
-def _without_padding_tokens(features: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
+def without_padding_tokens(features: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
     """Sets the tokens that no text may see to zero. Attention multiplies their values by 0, and 0 times NaN is NaN.
 
     Args:

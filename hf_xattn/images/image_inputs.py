@@ -31,9 +31,16 @@ import torch
 from ..cache.image_layout import rows_to
 from ..cache.text_progress import CallersMask
 from ..configuration_xattn import XAttnConfig
-from ..layers.image_rows import check_image_rows
 from ..utils.architectures import vision_feature_size
-from ..utils.tensor_checks import check_bool, check_floating, check_no_bias, check_states, check_tensor, has_values
+from ..utils.tensor_checks import (
+    check_bool,
+    check_floating,
+    check_integers,
+    check_no_bias,
+    check_states,
+    check_tensor,
+    has_values,
+)
 from .tower import ARRANGEMENTS, Arrangement, Ratios
 
 
@@ -50,6 +57,7 @@ IMAGE_ARGUMENTS = (
 )
 # The arguments that hold images. A call has one of them.
 IMAGES = ("pixel_values", "vision_features", "cross_attention_states")
+NO_IMAGE = -1  # in `image_rows`: a text row that sees no image
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,12 @@ class ImageInputs:
         images, tiles = _checked_images(config, name, given)
         image_mask = given.get("image_mask")
         if image_mask is not None:
-            _check_image_mask(image_mask, images)
+            check_bool("image_mask", image_mask)
+            if image_mask.dim() != 2 or (images is not None and image_mask.shape != images.shape[:2]):
+                expected = "" if images is None else f"{tuple(images.shape[:2])} "
+                raise ValueError(
+                    f"Expected `image_mask` of shape {expected}(batch, num_images), got {tuple(image_mask.shape)}."
+                )
         token_mask, text_mask, text_mask_name = _checked_masks(
             given.get("cross_attention_mask"), given.get("image_attention_mask")
         )
@@ -164,13 +177,6 @@ class ImageInputs:
             return self.tiles.kinds > 0
         return self.image_mask
 
-    @property
-    def counts(self) -> torch.Tensor:
-        """`(R,)`, the number of real images in each row of a call with images."""
-        images, real = self.images, self.real_images
-        assert images is not None
-        return images.new_full(images.shape[:1], images.shape[1], dtype=torch.long) if real is None else real.sum(-1)
-
     def check_device(self, device: torch.device, place: str) -> None:
         """Raises a `ValueError` if images or masks are on another device than `place`, the text or the images."""
         for name, value in (
@@ -194,7 +200,7 @@ class ImageInputs:
         """
         images = self.images
         if self.image_rows is not None:
-            check_image_rows(self.image_rows, images is not None, text_rows, cached_rows)
+            self._check_image_rows(self.image_rows, text_rows, cached_rows)
         if images is None and not cached_rows:
             for argument, mask in (
                 ("image_mask", self.image_mask),
@@ -226,6 +232,46 @@ class ImageInputs:
             raise ValueError(
                 f"Expected `{self.text_mask_name}` of batch {text_rows}, got batch {self.text_mask.shape[0]}."
             )
+
+    def _check_image_rows(self, image_rows: torch.Tensor, text_rows: int | None, cached_rows: int) -> None:
+        check_integers("image_rows", image_rows)
+        if image_rows.dim() != 1 or (text_rows is not None and image_rows.shape[0] != text_rows):
+            expected = "(batch,)" if text_rows is None else f"{(text_rows,)} (batch,)"
+            raise ValueError(
+                f"Expected `image_rows` of shape {expected}, one number for each text row, got "
+                f"{tuple(image_rows.shape)}."
+            )
+        if cached_rows:
+            raise ValueError(
+                f"Expected no `image_rows` beside images in `cache`: its {cached_rows} image rows are shared in "
+                "equal numbers."
+            )
+        if self.images is None:
+            raise ValueError("`image_rows` was given without images. Pass `pixel_values` or `cross_attention_states`.")
+
+    def rows_of_text(self) -> torch.Tensor | None:
+        """`image_rows` `(B,)`, or None if all image rows have as many text rows, in order, as in a cache.
+
+        On a GPU this waits for the values. Raises a `ValueError` for a number that is no image row, and for an image
+        row that no text row looks at.
+        """
+        if self.image_rows is None or self.images is None:
+            return None
+        count, rows = self.images.shape[0], self.image_rows.tolist()
+        for text_row, image_row in enumerate(rows):
+            if not NO_IMAGE <= image_row < count:
+                raise ValueError(
+                    f"Expected `image_rows` from 0 to {count - 1}, the rows of the images, or {NO_IMAGE} for a text "
+                    f"row without an image, got {image_row} for text row {text_row}."
+                )
+        if unused := sorted({*range(count)} - {*rows}):
+            raise ValueError(
+                f"Expected `image_rows` to name each of the {count} rows of images, got none for {unused}: {rows}. "
+                "Leave out images that no text row looks at. A batch that was cut or joined after it was made "
+                "(accelerate's `dispatch_batches`) needs new `image_rows`."
+            )
+        in_order = rows == [row for row in range(count) for _ in range(len(rows) // count)]
+        return None if in_order else self.image_rows
 
     def callers_mask(self, axes: list[ImageAxis], text_lens: tuple[int, ...]) -> CallersMask | None:
         """The caller's mask for each text token, over image tokens. Raises a `ValueError` for another shape."""
@@ -263,6 +309,15 @@ class ImageInputs:
 
 
 NO_IMAGES = ImageInputs()
+
+
+def refuse_to_cache(what: str) -> None:
+    """Raises the `ValueError` of a call with `image_rows` that wants a cache (`what`: by which argument or method)."""
+    raise ValueError(
+        f"Expected `image_rows` without a cache, as in training, got it with {what}. A cache shares images in equal "
+        "numbers: call `encode_images` once and pass the result as `cache`, with the questions about the "
+        "first image first, and as many about each image."
+    )
 
 
 def _checked_images(
@@ -332,13 +387,6 @@ def _check_states(config: XAttnConfig, states: torch.Tensor) -> None:
             "the connector."
         )
     check_states(states, width, by_image=True)
-
-
-def _check_image_mask(mask: torch.Tensor, images: torch.Tensor | None) -> None:
-    check_bool("image_mask", mask)
-    expected = "(batch, num_images)" if images is None else f"{tuple(images.shape[:2])} (batch, num_images)"
-    if mask.dim() != 2 or (images is not None and mask.shape != images.shape[:2]):
-        raise ValueError(f"Expected `image_mask` of shape {expected}, got {tuple(mask.shape)}.")
 
 
 def refuse_lost_mask(pixel_values: torch.Tensor) -> None:

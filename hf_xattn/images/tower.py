@@ -1,22 +1,24 @@
-"""Inspects a vision tower: whether a model can be one, what it takes, image sizes, and weights without a gradient."""
+"""Calls a vision tower, whatever its output looks like. Which models can be one tells `parts/towers.py`."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
 
 from ..configuration_xattn import XAttnConfig
 from ..utils import memoized
+from ..utils.architectures import layers_width
+from ..utils.custom_code import build_part
 from ..utils.distributed import has_units
-from ..utils.towers import REFUSED, TEXT_IS_OPTIONAL, class_of
+from ..utils.tensor_checks import type_name
+from ..utils.towers import CHANNELS_LAST, ONE_ROW, own_class
 
 
 # The flag of transformers' towers that resize their learned position embeddings only where they are asked to.
@@ -25,7 +27,13 @@ FLAG = "interpolate_pos_encoding"
 FIXED_SIZE_TYPES = ("aimv2_vision_model",)
 POSITION_EMBEDDINGS = ("position_embedding", "position_embeddings")
 MASK_TOKEN = "mask_token"
+UNSIZED = 224  # pixels of a side of a blank image, where the configuration says no size
+NO_HIDDEN_STATE = "a vision model whose output has `last_hidden_state`, got a {}, whose output has"
 PASS_ITS_BASE = "Pass the `base_model` of a model with a head, and the vision part of a model for text and images."
+
+
+class UnusableOutput(ValueError):
+    """A vision model returns nothing that could be features of each picture."""
 
 
 Ratios: TypeAlias = dict[str, torch.Tensor | None]  # the arguments of a call that an arrangement is made of
@@ -66,92 +74,11 @@ class Arrangement(Protocol):
 ARRANGEMENTS: dict[str, type[Arrangement]] = {}
 
 
-def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
-    """Raises a `ValueError` for a model that cannot be called with pixels alone, or returns no `last_hidden_state`.
-
-    `name` is the argument that names the tower.
-    """
-    model_type = getattr(tower_class.config_class, "model_type", None)
-    if model_type in ARRANGEMENTS:  # which give the tower what else it needs
-        return
-    parameters = inspect.signature(tower_class.forward).parameters
-    if "pixel_values" not in parameters:
-        raise ValueError(
-            f"Expected `{name}` to be a vision model, which takes `pixel_values`, got a {tower_class.__name__}, which "
-            "does not."
-        )
-    needed = needed_with_pixels(tower_class)
-    if needed:
-        raise ValueError(
-            f"Expected `{name}` to be a vision model that takes `pixel_values` alone, got a {tower_class.__name__}, "
-            f"which also needs {', '.join(f'`{parameter}`' for parameter in needed)}."
-        )
-    outputs = _annotated_outputs(tower_class)
-    if outputs and not any("last_hidden_state" in fields for fields in outputs.values()):
-        fields = sorted(set().union(*outputs.values()))
-        raise ValueError(f"Expected `{name}` to be {no_hidden_state(tower_class)} {fields}. {PASS_ITS_BASE}")
-    reason = REFUSED.get(str(model_type))
-    if reason is None and next(iter([*parameters][1:]), None) == "input_ids" and model_type not in TEXT_IS_OPTIONAL:
-        reason = f"it reads text, too. {PASS_ITS_BASE[:-1]}"
-    if reason is not None:
-        raise ValueError(
-            f"Expected `{name}` to be a vision model that gives each picture features of its own, got a "
-            f"{tower_class.__name__}, which cannot be a tower: {reason}."
-        )
-
-
-def needed_with_pixels(tower_class: type[PreTrainedModel]) -> list[str]:
-    """Arguments without which the `forward` of a vision model cannot be called, besides `pixel_values`."""
-    return [
-        parameter.name
-        for parameter in inspect.signature(tower_class.forward).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        and parameter.name not in ("self", "pixel_values")
-    ]
-
-
-def no_hidden_state(tower_class: type) -> str:
-    """The words for a tower whose output cannot be used, up to what the output has."""
-    return f"a vision model whose output has `last_hidden_state`, got a {tower_class.__name__}, whose output has"
-
-
-def _annotated_outputs(tower_class: type[PreTrainedModel]) -> dict[str, set[str]]:
-    """Names and fields of the outputs that the annotation of `forward` allows. Empty if it tells nothing."""
-    try:
-        annotation = typing.get_type_hints(inspect.unwrap(tower_class.forward)).get("return")
-    except Exception:  # custom code may be annotated with names that exist for type checkers only
-        return {}
-    kinds = typing.get_args(annotation) or (annotation,)
-    outputs = [kind for kind in kinds if (typing.get_origin(kind) or kind) is not tuple]
-    if not all(isinstance(kind, type) and dataclasses.is_dataclass(kind) for kind in outputs):
-        return {}
-    return {kind.__name__: {field.name for field in dataclasses.fields(kind)} for kind in outputs}
-
-
 @memoized
 def takes_keyword(tower_class: type[PreTrainedModel], name: str) -> bool:
     """Whether the `forward` of a tower takes a keyword argument, by name or among `**kwargs`."""
     parameters = inspect.signature(tower_class.forward).parameters
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def check_tower_config(name: str, config: PreTrainedConfig) -> None:
-    """[`check_tower_class`] before a weight is read. A configuration without a class in transformers is not checked."""
-    if (tower_class := class_of(config)) is not None:
-        check_tower_class(name, tower_class)
-
-
-def check_comes_back(name: str, tower: PreTrainedModel) -> None:
-    """Raises a `ValueError` for a tower that a saved model would come back without: as one of another class."""
-    built, own = class_of(tower.config), type(tower)
-    # Such as a tower with a projection, which loads without it.
-    of_same_type = own.__module__.startswith("transformers.") and own.config_class is type(tower.config)
-    if built is not None and not (isinstance(tower, built) or of_same_type or tower.is_remote_code()):
-        raise ValueError(
-            f"Expected `{name}` to be a {built.__name__}, which is built for a {type(tower.config).__name__} when a "
-            f"saved model is loaded, got a {type(tower).__name__}. {PASS_ITS_BASE}"
-        )
 
 
 def check_not_trained(tower: PreTrainedModel) -> None:
@@ -165,6 +92,140 @@ def check_not_trained(tower: PreTrainedModel) -> None:
             f"{len(trainable)} trainable weights ({trainable[0]}, ...). Freeze it with `hf_xattn.freeze(model)`, or "
             "pass `pixel_values`."
         )
+
+
+def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
+    """Builds a vision tower with random weights, of a configuration that `parts/towers.py` accepts."""
+    own = own_class(config)
+    return build_part(AutoModel, config) if own is None else own._from_config(config)
+
+
+def run_tower(
+    tower: PreTrainedModel,
+    pixel_values: torch.Tensor,
+    tiles: Arrangement | None,
+    layers: int | list[int] | tuple[int, ...] | None = None,
+    **returns: bool | None,
+) -> BaseModelOutput:
+    """Runs a tower on `(R, num_images, ...)` pixels.
+
+    The `last_hidden_state` of towers of whole images has `R * num_images` rows, and the channels of a map of features
+    on axis 1, also where the tower's own does not.
+
+    Args:
+        layers (`int` or `list[int]`, *optional*): `vision_feature_layer`, see [`XAttnConfig`]: the output has their
+            hidden states, joined, as its `last_hidden_state`.
+        returns: `output_hidden_states`, `output_attentions`. None: as in the tower's configuration.
+
+    Raises:
+        ValueError: for images of a size that the tower does not support, or an output without `last_hidden_state` or
+            with another number of rows.
+    """
+    asked = {name: value for name, value in returns.items() if value is not None}
+    if not tower.config.return_dict:
+        asked["return_dict"] = True
+    taken = {name: value for name, value in asked.items() if takes_keyword(type(tower), name)}
+    if tiles is not None:
+        return tiles.run(tower, pixel_values, taken)
+    if layers is not None and (torch.compiler.is_compiling() or takes_keyword(type(tower), "output_hidden_states")):
+        taken["output_hidden_states"] = True
+    output = _read_whole_images(tower, pixel_values, taken)
+    if layers is not None:
+        keeps_states = bool(asked.get("output_hidden_states", tower.config.output_hidden_states))
+        output = _with_features_of(layers, output, layers_width(tower.config), keeps_states)
+    return _by_image(tower, output, pixel_values)
+
+
+def _with_features_of(
+    layers: int | list[int] | tuple[int, ...], output: BaseModelOutput, width: int | None, keeps_states: bool
+) -> BaseModelOutput:
+    """Puts the hidden states of layers of a tower in the place of its last one."""
+    states, last = getattr(output, "hidden_states", None), output.last_hidden_state
+    assert last is not None
+    expected = "Expected `vision_feature_layer` with a vision tower that returns `hidden_states`"
+    if not states:
+        raise ValueError(f"{expected}, got {layers!r} with one that does not. Leave it out.")
+    chosen = [states[each] for each in ([layers] if isinstance(layers, int) else layers)]
+    shapes = [tuple(each.shape) for each in chosen]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 3 or shapes[0][-1] != width:
+        raise ValueError(f"{expected} (images, tokens, width={width}), got {layers!r}, whose shapes are {shapes}.")
+    features = torch.cat(chosen, dim=-1)
+    if last.requires_grad:  # DDP waits for the gradient of every weight that learns, also of those behind these layers
+        features = features + last.flatten()[:0].sum().to(features.dtype)
+    output.last_hidden_state = features
+    if not keeps_states:
+        output.hidden_states = None
+    return output
+
+
+def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken: dict[str, bool]) -> BaseModelOutput:
+    pixels = pixel_values.flatten(0, 1).to(tower.dtype)
+    if torch.compiler.is_compiling():
+        return tower(pixel_values=pixels, **taken)
+    shape, size = tuple(pixel_values.shape), only_image_size(tower)
+    if size is not None and shape[-2:] != size:
+        raise ValueError(
+            f"Expected `pixel_values` with images of {size} (height, width), the only size that the vision tower "
+            f"({tower.config.model_type}) supports, got shape {shape}. The image processor of its checkpoint resizes "
+            "images."
+        )
+    try:
+        output = tower(pixel_values=pixels, **taken)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        weight = next(tower.parameters())
+        if pixel_values.device != weight.device and not weight.is_meta:
+            raise ValueError(
+                f"Expected `pixel_values` on {weight.device}, the device of the vision tower, got them on "
+                f"{pixel_values.device}."
+            ) from error
+        if shape[-2:] == image_size_of(tower.config):
+            raise
+        raise ValueError(
+            f"The vision tower ({tower.config.model_type}) cannot read `pixel_values` of shape {shape}: {error}"
+        ) from error
+    if getattr(output, "last_hidden_state", None) is None:
+        got = (
+            f"{list(output.keys())}. {PASS_ITS_BASE}"
+            if isinstance(output, ModelOutput)
+            else f"type {type_name(output)}."
+        )
+        raise UnusableOutput(f"Expected {NO_HIDDEN_STATE.format(type(tower).__name__)} {got}")
+    return output
+
+
+def _by_image(tower: PreTrainedModel, output: BaseModelOutput, pixel_values: torch.Tensor) -> BaseModelOutput:
+    """Gives `last_hidden_state` the shape `(images, tokens, width)` or `(images, width, height, width of the map)`."""
+    features, images = output.last_hidden_state, pixel_values.shape[:2].numel()
+    assert features is not None
+    if tower.config.model_type in CHANNELS_LAST and features.dim() == 4:
+        features = output.last_hidden_state = features.permute(0, 3, 1, 2)
+    if tower.config.model_type in ONE_ROW and features.dim() == 3 and len(features) == 1:
+        features = output.last_hidden_state = features.unflatten(1, (images, -1))[0]
+    if features.dim() not in (3, 4) or len(features) != images:
+        raise UnusableOutput(
+            f"Expected a vision tower whose `last_hidden_state` is (images, tokens, width) or (images, channels, "
+            f"height, width), got a {type(tower).__name__}, which returns {tuple(features.shape)} for {images} images."
+        )
+    return output
+
+
+def token_mask_of(tiles: Arrangement | None, image_mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
+    """Which image tokens are real, `(batch, num_images * tokens)`, or None if all are. `tokens`: of one image."""
+    if tiles is not None:
+        return tiles.token_mask(image_mask, tokens)
+    return None if image_mask is None else image_mask.repeat_interleave(tokens, dim=1)
+
+
+def blank_image(
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, Arrangement | None]:
+    """Makes one black image for one row."""
+    size = image_size_of(config) or (UNSIZED, UNSIZED)
+    pixels = torch.zeros(1, 1, getattr(config, "num_channels", 3), *size, device=device, dtype=dtype)
+    arrangement = ARRANGEMENTS.get(config.model_type)
+    return (pixels, None) if arrangement is None else arrangement.blank(config, pixels)
 
 
 def only_image_size(tower: PreTrainedModel) -> tuple[int, int] | None:

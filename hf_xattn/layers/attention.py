@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache.real_tokens import RealTokens
-from ..cache.states import States, dense
+from ..cache.image_layout import RealTokens
+from ..cache.states import States
 from ..configuration_xattn import CrossAttentionConfig
-from ..utils.distributed import is_distributed
 from ..utils.parts import POSITIONS
 from ..utils.projection import ImageLinear, to_dtype_of
 from ..utils.tensor_checks import check_floating, check_states, check_tensor
@@ -188,30 +187,25 @@ class GatedCrossAttention(nn.Module):
 
         Args:
             hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`; text rows `i * r ... i * r + r - 1` look at image
-                row `i`. With `context.slots`, text rows of any number and order: their queries go to their slots.
+                row `i`.
             key, value (`torch.Tensor` or [`StoredStates`]): `(R, num_key_value_heads, N or N + 1, head_dim)`.
         """
         text_rows, text_len = hidden_states.shape[:2]
         rows, kv_heads = key.shape[:2]
-        slots = None if context.slots is None else context.slots.slots
-        repeats = (text_rows if slots is None else slots.shape[0]) // rows
+        repeats = text_rows // rows
         output_attentions = context.recorder is not None and context.recorder.wants_weights
         dropout = self.attention_dropout if self.training else 0.0
         num_tokens = key.shape[2] - int(self.quiet_softmax)
-        if num_tokens == 1 and self._needs_no_scores(output_attentions, dropout):
-            heads = dense(value).repeat_interleave(self.num_groups, dim=1).reshape(rows, 1, 1, -1)
-            output = heads.expand(-1, repeats, text_len, -1).reshape(rows * repeats, text_len, -1)
-            return self.o_proj(_of_text(output, context)), None
         query = self._queries(hidden_states, None if context.positions is None else context.positions.query)
         num_heads = query.shape[2]
         group = num_heads // kv_heads
-        query = fold_queries(query if slots is None else query[slots], rows, kv_heads)
+        query = fold_queries(query, rows, kv_heads)
         mask = None if context.mask is None else self._mask_of_rank(context.mask, repeats * text_len)
         position_bias = None
         if self.adds_to_scores:
             shape = text_rows, text_len, num_tokens
             position_bias = added_to_scores(self, context.positions, shape, key.device)
-            position_bias = fold_queries(position_bias if slots is None else position_bias[slots], rows, kv_heads)
+            position_bias = fold_queries(position_bias, rows, kv_heads)
             position_bias = nn.functional.pad(position_bias, (key.shape[2] - num_tokens, 0)).to(query.dtype)
         options: dict[str, Any] = {"group": group, "dropout": dropout, "output_attentions": output_attentions}
         output, weights = run_kernel(self, query, key, value, mask, position_bias, **options)
@@ -221,13 +215,6 @@ class GatedCrossAttention(nn.Module):
         weights = weights.view(rows, kv_heads, repeats, text_len, group, -1)[..., -num_tokens:]
         weights = weights.permute(0, 2, 1, 4, 3, 5).reshape(rows * repeats, num_heads, text_len, num_tokens)
         return output, _of_text(weights, context)
-
-    def _needs_no_scores(self, output_attentions: bool, dropout: float) -> bool:
-        """Whether the output for a single key is its value: the softmax over one key is 1, whatever the query."""
-        if self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled():
-            return False
-        # FSDP may gather the weights of these, which other processes use if their images have more tokens.
-        return (self.q_norm is None and self.position is None) or not is_distributed()
 
     def _queries(self, hidden_states: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """`(B, T, num_attention_heads, head_dim)`."""
@@ -261,9 +248,7 @@ def _in_cache_layout(states: torch.Tensor, null_key: bool) -> torch.Tensor:
 
 
 def _of_text(tensor: torch.Tensor, context: CrossAttentionContext) -> torch.Tensor:
-    """Puts output or weights back in the order of the text rows, and makes them zero for text that sees nothing."""
-    if context.slots is not None:
-        tensor = tensor[context.slots.slot_of_row]
+    """Makes output or weights zero for text that sees nothing."""
     if context.visible is None:
         return tensor
     return torch.where(context.visible if tensor.dim() == 3 else context.visible[:, None], tensor, 0)

@@ -8,29 +8,41 @@ A layer gets one of two values, which are `ModelOutput`s, that is mappings and p
 So accelerate's device hooks move their tensors, FSDP casts them, and activation checkpointing passes them to the
 recomputation. Nothing is stored on modules, in globals or in hooks: under DDP, deepcopy and recomputation it would be
 missing, and gradients would silently be zero.
+
+Decoders that do not pass keyword arguments to their layers get the context through a channel of one thread and one
+call: a layer's `__call__` reads the channel, and passes the context to the layer's `forward` as the same keyword.
+Activation checkpointing wraps `forward`, so the recomputation gets the context as an argument. By then the channel is
+empty: a `forward` that read the channel would lose the image's gradient.
+
+Letters of the mask: B text rows, R image rows (B = R * r, each image row serves r text rows), T text tokens, N image
+tokens, G query heads that share a K/V head.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
 from ..cache.cross_cache import CrossCache, KeyValue
-from ..cache.image_layout import ImageLayout
-from ..cache.real_tokens import RealTokens, real_tokens
+from ..cache.image_layout import ImageLayout, RealTokens, rows_to
 from ..configuration_xattn import CrossAttentionConfig
 from ..utils.tensor_checks import check_bool, check_tensor, type_name
-from .folded_mask import fold_mask
-from .image_rows import Slots
 from .positions import Positions, positions_in_images, token_positions
 
 
 # Name of the keyword argument. No decoder of transformers has an argument of this name.
 KEYWORD = "cross_attention_context"
+
+# If at most this many text positions share an image row, the mask is repeated for each head of a group. Otherwise the
+# heads share the mask and attention takes them apart, which is as fast for long text and needs a smaller mask.
+MAX_POSITIONS_PER_HEAD = 256
 
 
 class Recorder:
@@ -101,7 +113,7 @@ class ImageTokens(ModelOutput):
         null_key = config.quiet_softmax and first
         if layout is None:
             return cls(states=states, null_key=null_key)
-        real = None if layout.token_mask is None else real_tokens(layout, states.shape[0])
+        real = None if layout.token_mask is None else layout.real_tokens(states.shape[0])
         positions = None if config.position == "none" else positions_in_images(layout.sizes, states.device)
         if real is None:
             return cls(states=states, positions=positions, null_key=null_key)
@@ -117,7 +129,8 @@ class CrossAttentionContext(ModelOutput):
     keys_values: KeyValue | None = None  # those of a layer that is used on its own, in place of `cache`
     mask: torch.Tensor | None = None  # see [`FoldedMask`]
     visible: torch.Tensor | None = None  # see [`FoldedMask`]
-    slots: Slots | None = None  # see [`ImageRows`]; None if image rows are shared in equal numbers, in order
+    # `(B,)`, the row of keys and values of each text row; None if the text shares the rows in equal numbers, in order
+    rows: torch.Tensor | None = None
     positions: Positions | None = None  # of text and images; None for 0 ... T - 1 and 0 ... N - 1
     recorder: Recorder | None = None  # what blocks record to
 
@@ -126,7 +139,75 @@ class CrossAttentionContext(ModelOutput):
         if self.keys_values is not None:
             return self.keys_values
         assert self.cache is not None
-        return self.cache.layers[layer_idx].read()
+        key, value = self.cache.layers[layer_idx].read()
+        if self.rows is None:
+            return key, value
+        rows = self.rows.to(key.device)
+        return key[rows], value[rows]
+
+
+class _Channel(threading.local):
+    context: CrossAttentionContext | None = None
+
+
+_channel = _Channel()
+
+
+@contextlib.contextmanager
+def carrying(context: CrossAttentionContext) -> Iterator[None]:
+    """Gives `context` to all layers that are called inside the `with` statement."""
+    before, _channel.context = _channel.context, context
+    try:
+        yield
+    finally:
+        _channel.context = before
+
+
+def carried_context() -> CrossAttentionContext | None:
+    """The context of the call that runs in this thread."""
+    return _channel.context
+
+
+class FoldedMask(NamedTuple):
+    """Which keys each query may attend to. All blocks of a forward share it.
+
+    `mask` is `(R, 1, 1, N)` if all queries of an image row see the same tokens, `(R, 1, r * T * G, N)` with an entry
+    for each query, or `(R, 1, r * T, N)` if the heads of a group share an entry.
+    """
+
+    mask: torch.Tensor | None  # True = attend; no row is all False; None if every query may attend to every key
+    visible: torch.Tensor | None  # `(B or 1, T or 1, 1)`, whether a text position sees any image token; None if all do
+
+
+EVERYTHING = FoldedMask(None, None)
+
+
+def fold_mask(
+    sees: torch.Tensor | None, *, image_rows: int, text_rows: int, text_len: int, group: int, null_key: bool = False
+) -> FoldedMask:
+    """Folds a mask, and makes a softmax safe for every query.
+
+    For a query that sees nothing the softmax is NaN in some kernels. Its mask becomes all True instead, and the block
+    discards the output at this position (`visible`).
+
+    Args:
+        sees (`torch.BoolTensor`, *optional*): `(rows, T or 1, N)`, with rows that divide B and are a multiple of R.
+        image_rows, text_rows, text_len, group (`int`): R, B, T and G.
+        null_key (`bool`): whether the keys start with a null key (quiet softmax). A null key is always visible.
+    """
+    if sees is None:
+        return EVERYTHING
+    visible = sees.any(dim=-1, keepdim=True)
+    mask = torch.cat([torch.ones_like(visible), sees], dim=-1) if null_key else sees | ~visible
+    rows, steps, num_keys = mask.shape
+    visible = rows_to(visible, text_rows)
+    if rows == image_rows and steps == 1:
+        return FoldedMask(mask[:, None], visible)
+    repeats = text_rows // image_rows
+    heads = group if repeats * text_len <= MAX_POSITIONS_PER_HEAD else 1
+    mask = rows_to(mask, text_rows).view(image_rows, repeats, steps, 1, num_keys)
+    mask = mask.expand(-1, -1, text_len, heads, -1).reshape(image_rows, 1, -1, num_keys)
+    return FoldedMask(mask, visible)
 
 
 def no_context(given: Any) -> TypeError:

@@ -5,7 +5,7 @@ A checkpoint wrapper calls the layer again in the backward pass. transformers do
 done here:
 
 - The layer must not write into a cache, or it would write twice. [`recomputes_layers`] tells the model.
-- Some decoders do not pass the images to their layers (see `decoders/channel.py`). The wrapper gets the images as an
+- Some decoders do not pass the images to their layers (see `layers/context.py`). The wrapper gets the images as an
   argument and keeps it for the second call. At that time, the channel is empty.
 
 Reentrant checkpointing (`use_reentrant=True`, `CheckpointImpl.REENTRANT`) gives gradients to positional arguments
@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..decoders.channel import carried_context
 from ..decoders.insertion import is_cross_attending
-from ..layers.context import KEYWORD
+from ..layers.context import KEYWORD, carried_context
 
 
 WRAPPED = "_checkpoint_wrapped_module"  # torch's name of the module inside

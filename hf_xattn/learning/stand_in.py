@@ -24,9 +24,9 @@ from transformers.utils import logging
 from ..cache.cross_cache import CrossCache, KeyValue
 from ..cache.image_layout import ImageLayout
 from ..decoders.insertion import BLOCKS
-from ..images.conversation import ImagesOfCall
-from ..images.image_encoder import ImageEncoder, NewImages
-from ..images.vision import blank_image
+from ..images.conversation import ImagesOfCall, NewImages
+from ..images.image_encoder import ImageEncoder
+from ..images.tower import blank_image
 from ..utils.architectures import vision_feature_size
 from ..utils.distributed import compute_device, has_units, is_distributed
 from ..utils.parts import CONNECTORS
@@ -71,7 +71,7 @@ def _embeddings_learn(call: Any) -> bool:
 def stand_in_images(encoder: ImageEncoder, rows: int) -> NewImages:
     """Makes one image for each row, which no text sees. The tower runs on one image, if it learns or is sharded."""
     states = _states(encoder, *_device_and_dtype(encoder)).expand(rows, -1, -1)
-    return NewImages(states, unseen_layout(rows, states.shape[1], states.device))
+    return NewImages(unseen_layout(rows, states.shape[1], states.device), states)
 
 
 def blank_images(model: Any, rows: int, device: torch.device) -> CrossCache:
@@ -125,6 +125,7 @@ def encode_stand_in(model: Any, starts: bool, projects: bool = False) -> torch.T
     if not learns and not (starts and any(map(has_units, parts))):
         return None
     states = stand_in_images(encoder, 1).states
+    assert states is not None
     made = [states]
     if not projects:
         made = [each for pair in model.project_images(states, CrossCache()) for each in pair]

@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicCache
 from ..cache.image_cache import ImageCache
 from ..cache.xattn_cache import XAttnCache
 from ..configuration_xattn import XAttnConfig
+from ..images.image_inputs import refuse_to_cache
 from ..images.tower import image_size_of, only_image_size
-from ..layers.image_rows import refuse_to_cache
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..processing.image_reading import upright
 from ..training.freezing import body_of

@@ -20,7 +20,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..configuration_xattn import XAttnConfig
 from ..decoders.decoder import DecoderInterface
-from ..decoders.text_inputs import mask_of_new_text
 from ..images.conversation import PreparedImages
 from ..images.image_inputs import ImageInputs
 from .packed_samples import PackedText
@@ -87,9 +86,12 @@ def find_samples(
     found = steps <= 0 if one_axis else steps < 0
     if shown is not None and without_cache and mask is None and decoder.packs and one_axis:
         found = steps != 1  # in such a call transformers begins a sample also where positions leave some out
-    if mask is not None and not prepared:  # positions of padding do not count
+    if mask is not None and not prepared:
+        # Positions of padding do not count. A mask covers all text so far, the new text alone (Mamba), or a whole
+        # static cache (Bloom).
         past = mask.shape[1] - length if cache is None or decoder.only_states else int(cache.get_seq_length())
-        read = mask_of_new_text(mask, past, length).to(found.device).bool()
+        first = past if mask.shape[1] >= past + length else mask.shape[1] - length
+        read = mask[:, first : first + length].to(found.device).bool()
         found = found & read[:, 1:] & read[:, :-1]
     why = _why_refused(decoder, config, text, cache, use_cache, shown)
     starts = nn.functional.pad(steps != 1, (1, 0), value=True).expand(rows, -1)

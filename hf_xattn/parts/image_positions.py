@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from ..cache.image_layout import ImageLayout, rows_to
+from ..cache.image_layout import ImageLayout, rows_to, values_of_text
 from ..cache.visibility import image_order
 from ..configuration_xattn import XAttnConfig
 from ..images.image_inputs import ImageInputs
-from ..layers.image_rows import ImageRows
 from ..packing.packed_samples import PackedText, places_in_samples
 from ..utils.tensor_checks import has_values
 
@@ -66,7 +65,7 @@ class ImagePositions:
         return replace(images, positions=positions)
 
     def in_samples(
-        self, config: XAttnConfig, images: ImageInputs, text: PackedText, rows: ImageRows | None
+        self, config: XAttnConfig, images: ImageInputs, text: PackedText, rows: torch.Tensor | None
     ) -> ImageInputs:
         """Adds `positions` to the images of packed rows.
 
@@ -80,7 +79,7 @@ class ImagePositions:
         shape = images.images.shape[:2]
         real = images.real_images
         order = image_order(text.starts.new_ones(shape) if real is None else real)
-        order = rows_to(order, len(text.starts)) if rows is None else rows.counts_of_text(order)
+        order = rows_to(order, len(text.starts)) if rows is None else values_of_text(order, rows)
         markers = torch.zeros_like(text.starts) if text.markers is None else text.markers
         text.check_images(config, (order > 0).sum(dim=-1), markers.sum(dim=-1))
         places = places_in_samples(order, markers, text.starts)
@@ -96,7 +95,7 @@ class ImagePositions:
             index = (
                 torch.arange(len(places), device=places.device) * shape[0] // len(places)
                 if rows is None
-                else rows.index
+                else rows.to(places.device)
             )
             index, of_text = index[index >= 0], places[index >= 0]
             places = places.new_zeros(shape).index_copy(0, index, of_text)

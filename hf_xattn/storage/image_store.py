@@ -27,7 +27,7 @@ from ..cache.cross_cache import CrossCache, KeyValue, append
 from ..cache.image_layout import ImageLayout
 from ..cache.states import States, as_stored, check_cache_dtype, map_states
 from ..images.image_inputs import ImageInputs
-from ..images.vision import token_mask_of
+from ..images.tower import token_mask_of
 
 
 @dataclass(frozen=True, eq=False)

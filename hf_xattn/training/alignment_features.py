@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..images.connector import check_square
-from ..images.vision import run_tower
+from ..images.tower import run_tower
 from ..parts.tiles import Tiles
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
 from ..utils.projection import to_dtype_of

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from ..data.fields import keys_of_template
 from ..data.rows import Conversation, is_trained, read_row, text_of
 from ..decoders.loss import IGNORED
-from ..layers.image_rows import NO_IMAGE
+from ..images.image_inputs import NO_IMAGE
 from ..processing_xattn import XAttnProcessor
 from ..utils.tensor_checks import type_name
 from .answer_spans import AnswerSpan, find_answers, squeezed

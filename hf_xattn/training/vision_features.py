@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from ..checkpoints.model_identity import tower_identity
 from ..data.loading import Rows
 from ..data.pictures import digest_of, picture_of, picture_parts
-from ..images.vision import run_tower
+from ..images.tower import run_tower
 from ..parts.tiles import Tiles
 from ..processing.samples import lay_out
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor

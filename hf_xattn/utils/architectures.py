@@ -29,7 +29,7 @@ class Architecture:
     Attributes:
         refused (`str`, *optional*): why the architecture cannot take blocks, or None if it can.
         via (`"keyword"` or `"call"`): how images reach the layers. `"keyword"`: the decoder passes a keyword argument
-            on. `"call"`: the layer's `__call__` fetches the images (see `decoders/channel.py`).
+            on. `"call"`: the layer's `__call__` fetches the images (see `layers/context.py`).
         layer_count (`str`): configuration field with the number of layers.
         forgets (`bool`): whether transformers' layers drop their recurrent state, without an error, when a call reads
             several tokens after cached text. Such text is read one token at a time.

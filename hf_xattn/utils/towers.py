@@ -1,8 +1,8 @@
 """A table of what differs between the vision towers of transformers.
 
 Most towers need no entry: the signature of `forward` tells whether a model can be one, and a blank picture how wide its
-features are (`images/measure.py`). A test walks all vision models of transformers, and trains, saves and asks a small
-model with each.
+features are (`parts/measured_towers.py`). A test walks all vision models of transformers, and trains, saves and asks a
+small model with each.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ..checkpoints.saved_names import named_as_in_memory
 from ..configuration_xattn import XAttnConfig
 from ..images.connector import XAttnConnector
 from ..images.image_encoder import ImageEncoder
-from ..images.vision import build_tower
+from ..images.tower import build_tower
 from ..parts.tiles import Tiles
 from ..processing_xattn import TILE_INPUTS
 from ..utils.architectures import TILED_VISION_TYPES

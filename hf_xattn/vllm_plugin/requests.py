@@ -22,7 +22,7 @@ from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseProcessingInf
 from ..configuration_xattn import XAttnConfig
 from ..images.connector import XAttnConnector
 from ..images.image_encoder import ImageEncoder
-from ..images.vision import blank_image, build_tower
+from ..images.tower import blank_image, build_tower
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
 from .image_features import keys_of
 from .mllama import processor_of

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cache.text_progress import MarkerCounts
+from ..cache.text_progress import count_markers
 from ..cache.visibility import image_order, visible_images
 
 
@@ -130,5 +130,5 @@ def _images_seen(rule: str, markers: torch.Tensor, num_images: int) -> torch.Ten
     if rule == "all":
         return (order > 0).expand(markers.shape[0], -1)
     total = torch.full((1, 1), num_images, device=markers.device)
-    _, seen, before_group = MarkerCounts.none(markers[None]).count_on(markers[None], total)
+    _, seen, before_group, _ = count_markers(None, markers[None], total)
     return visible_images(order, seen, before_group, rule)[0]

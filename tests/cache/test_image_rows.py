@@ -97,7 +97,7 @@ def test_gradients_are_those_of_repeated_images(order, rule, masks):
 )
 @pytest.mark.parametrize("order", ["unequal", "some without"])
 def test_options_of_the_blocks(order, fields, implementation):
-    """A null key, a position bias or attention weights in the rows of the slots and not of the text."""
+    """A null key, a position bias or attention weights in the rows of the images and not of the text."""
     model = shared_model(**fields)
     # The eager attention of transformers computes its softmax in float32.
     model.set_attn_implementation({"cross_attention_config": implementation})
@@ -136,7 +136,7 @@ def test_one_pass_and_one_projection_for_an_image(order):
 
 @torch.no_grad()
 def test_a_single_image_token():
-    """The short cut for one key, which has no queries that could stand in slots."""
+    """Images of one token, beside a text row that sees none."""
     model, index = make_model(vision=False), torch.tensor([1, 0, 0, -1, 1, 1])
     states, ids = torch.randn(2, 1, 32), token_ids(6)
     every = states[index.clamp(min=0)]
@@ -150,7 +150,7 @@ def test_a_single_image_token():
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["full", "frozen_base"])
 def test_checkpointing(frozen):
-    """Slots that the recomputation does not get: it would read the rows of others."""
+    """Rows that the recomputation does not get: it would read the images of others."""
     model = without_dropout(make_model().double())
     if frozen:
         freeze_base(model, vision=False)

@@ -16,8 +16,7 @@ from hf_xattn import retrofit
 from hf_xattn.cache.image_layout import ImageLayout
 from hf_xattn.cache.text_progress import CallersMask, History, TextProgress
 from hf_xattn.cache.visibility import decide_visibility, image_order, visible_images
-from hf_xattn.layers.context import check_cross_attention_mask
-from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
+from hf_xattn.layers.context import EVERYTHING, check_cross_attention_mask, fold_mask
 
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -185,7 +184,7 @@ def test_asking_changes_nothing():
     for _ in range(2):
         view = decide_visibility("latest", text.layout, before, booleans([[1]]), None, 1, 1)
         assert view.sees.int().tolist() == [[[0, 0, 1, 1]]]
-    assert text.progress is before and before.counts.state.tolist() == [[1, 0, 0]]
+    assert text.progress is before and before.counts.tolist() == [[1, 0, 0]]
 
 
 def test_sees_after_the_batch_was_repeated():

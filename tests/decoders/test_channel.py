@@ -10,8 +10,8 @@ import torch
 from helpers.models.tiny_decoders import CONTEXT_SIZE, make_tiny, retrofitted
 from helpers.models.tiny_models import randomize
 from helpers.references.gradient_checks import without_dropout
-from hf_xattn.decoders.channel import carried_context
 from hf_xattn.decoders.decoder import find_decoder
+from hf_xattn.layers.context import carried_context
 
 
 ARCHITECTURES = ["bloom", "falcon", "gptj", "mpt", "mamba2"]

@@ -18,7 +18,7 @@ from transformers import (
 from helpers.models.tiny_models import make_text, randomize, token_ids, vision_config
 from helpers.processes.command_runs import run
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, retrofit
-from hf_xattn.images.measure import measured_features
+from hf_xattn.parts.measured_towers import measured_features
 from hf_xattn.utils.architectures import vision_hidden_size
 
 

@@ -10,9 +10,8 @@ from helpers.models.custom_tower import CustomTower, CustomTowerConfig
 from helpers.models.tiny_models import make_text, randomize, token_ids
 from helpers.models.tiny_vision import picture_size, tiny_tower, tiny_vision_config
 from hf_xattn import XAttnForConditionalGeneration, freeze, retrofit
-from hf_xattn.images.measure import measured_features
-from hf_xattn.images.tower import check_tower_class
-from hf_xattn.images.tower_table import vision_model_types, why_no_tower
+from hf_xattn.parts.measured_towers import measured_features
+from hf_xattn.parts.towers import check_tower_class, vision_model_types, why_no_tower
 from hf_xattn.utils.architectures import TILED_VISION_TYPES
 from hf_xattn.utils.towers import UNTESTED, class_of_type
 

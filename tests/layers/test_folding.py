@@ -17,7 +17,7 @@ from helpers.inputs.attention_inputs import (
     make_mask,
 )
 from hf_xattn.layers import kernels
-from hf_xattn.layers.folded_mask import fold_mask
+from hf_xattn.layers.context import fold_mask
 from hf_xattn.layers.positions import Positions, token_positions
 
 

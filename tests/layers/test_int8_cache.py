@@ -16,8 +16,7 @@ from hf_xattn.cache.cross_cache import CrossAttentionLayer, CrossCache
 from hf_xattn.cache.image_cache import select_images
 from hf_xattn.cache.image_layout import ImageLayout
 from hf_xattn.cache.states import FORMS, StoredStates
-from hf_xattn.layers.context import CrossAttentionContext, Recorder
-from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
+from hf_xattn.layers.context import EVERYTHING, CrossAttentionContext, Recorder, fold_mask
 from hf_xattn.layers.kernels import eager_attention_forward
 from hf_xattn.storage import int8_states
 from hf_xattn.storage.image_files import combine_images

@@ -8,7 +8,7 @@ from helpers.inputs.attention_inputs import attend
 from helpers.inputs.properties import LayerCase, block_config, layer_cases, run, slow_seed, tensor
 from hf_xattn import GatedCrossAttentionBlock
 from hf_xattn.layers.block import CrossAttentionLayerNorm
-from hf_xattn.layers.folded_mask import fold_mask
+from hf_xattn.layers.context import fold_mask
 from hf_xattn.parts.position_bias import relative_position_bucket
 
 

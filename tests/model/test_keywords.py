@@ -50,29 +50,6 @@ def test_misspelt_arguments_are_refused(name):
         model.model(token_ids(), labels=token_ids())
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("image_features", "cross_attention_states"),
-        ("image_embeds", "cross_attention_states"),
-        ("encoder_hidden_states", "cross_attention_states"),
-        ("images", "pixel_values"),
-        ("pixel_value", "pixel_values"),
-    ],
-)
-def test_generate_names_what_is_meant(wrong, right):
-    """A first guess at an argument of `generate`, answered with "not used by the model" alone."""
-    message = rf"not used by the model: \['{wrong}'\].*`{wrong}`: Did you mean `{right}`\?$"
-    with pytest.raises(ValueError, match=message):
-        make_model().generate(token_ids(), max_new_tokens=2, output_attentions=False, **{wrong: pixels()})
-
-
-def test_generate_does_not_guess_what_is_far():
-    """A name that resembles none, answered with another."""
-    with pytest.raises(ValueError, match=r"not used by the model: \['bogus'\] \(note: .* list\)\.$"):
-        make_model().generate(token_ids(), max_new_tokens=2, bogus=1)
-
-
 def test_features_of_the_tower_have_a_name_of_their_own():
     """What a vision tower has returned, passed as image tokens, and an error that names a shape alone."""
     model, features = make_model(), torch.randn(2, 16, 24)

@@ -195,11 +195,10 @@ def test_slices_of_labels():
 
 
 def test_shift_labels_are_checked():
-    """Labels of another text, or outside of the vocabulary, with an error from inside torch."""
+    """Labels of another text."""
     model, ids = make_model(image_token_id=MARKER), token_ids()
-    for wrong in (ids[:, 1:], ids + VOCAB_SIZE):
-        with pytest.raises(ValueError, match="Expected `shift_labels`"):
-            model(ids, pixel_values=pixels(), labels=ids, shift_labels=wrong)
+    with pytest.raises(ValueError, match="Expected `shift_labels`"):
+        model(ids, pixel_values=pixels(), labels=ids, shift_labels=ids[:, 1:])
 
 
 def test_only_markers():

@@ -21,8 +21,8 @@ from helpers.checkout import ROOT
 from helpers.models.known_checkpoints import QWEN, TEXTS, make_siglip, make_text
 from helpers.models.tiny_models import needs_part
 from hf_xattn.commands.main import _parser, main
-from hf_xattn.images.tower_table import markdown_table as table_of_towers
-from hf_xattn.images.tower_table import vision_model_types, why_no_tower
+from hf_xattn.parts.towers import markdown_table as table_of_towers
+from hf_xattn.parts.towers import vision_model_types, why_no_tower
 from hf_xattn.utils.architectures import ARCHITECTURES, architecture, causal_model_types, markdown_table
 from hf_xattn.utils.towers import UNTESTED
 from hf_xattn.utils.transformers_api import PRIVATE, REPAIRED, is_before

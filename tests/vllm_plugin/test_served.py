@@ -7,7 +7,7 @@ from helpers.models.own_parts import TURNING
 from helpers.models.tiny_architectures import tiny_config
 from helpers.models.tiny_models import make_text, vision_config
 from hf_xattn import CrossAttentionConfig, XAttnConfig
-from hf_xattn.cache.text_progress import MarkerCounts
+from hf_xattn.cache.text_progress import count_markers
 from hf_xattn.cache.visibility import image_order, visible_images
 from hf_xattn.utils.config_checks import own_fields
 from hf_xattn.vllm_plugin import served
@@ -69,7 +69,7 @@ def test_last_seen(rule):
         for count in range(1, found + 1):
             order = image_order(torch.ones(1, count, dtype=torch.bool))
             total = torch.full((1, 1), count)
-            _, seen, before = MarkerCounts.none(markers[None]).count_on(markers[None], total)
+            _, seen, before, _ = count_markers(None, markers[None], total)
             sees = visible_images(order, seen, before, rule)[0, -1]
             assert last_seen(rule, markers.tolist(), count) == int(sees.sum())
             assert bool(sees[count - int(sees.sum()) :].all())  # they are the last ones

@@ -39,7 +39,7 @@ from helpers.conversations.conversations import (
 from helpers.conversations.talk_rows import TakesAway
 from hf_xattn.cache.image_cache import select_images
 from hf_xattn.cache.xattn_cache import BROKEN
-from hf_xattn.images.known_images import SEND
+from hf_xattn.images.conversation import SEND
 from hf_xattn.utils.transformers_api import CACHE, has
 
 

@@ -5,8 +5,7 @@ import torch
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
 from hf_xattn.cache.cross_cache import CrossCache
 from hf_xattn.cache.image_layout import ImageLayout
-from hf_xattn.layers.context import CrossAttentionContext, Recorder
-from hf_xattn.layers.folded_mask import EVERYTHING
+from hf_xattn.layers.context import EVERYTHING, CrossAttentionContext, Recorder
 
 
 BATCH, TEXT_LEN, NUM_TOKENS = 2, 3, 5

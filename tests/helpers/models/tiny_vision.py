@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from hf_xattn.images.tower import image_size_of
-from hf_xattn.images.vision import build_tower
+from hf_xattn.images.tower import build_tower, image_size_of
 
 
 # Sizes of a small model, under the names that configurations use. A configuration takes those that it has.

@@ -23,8 +23,8 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from ..decoders.derived import derive
 from ..utils import memoized
-from .derived import derive
 
 
 PREFIX = "Extended"
@@ -136,13 +136,17 @@ class _WithAddedTokens(LogitsProcessor):
         return self.processor(input_ids, padded)[:, : scores.shape[1]]
 
 
-def with_added_tokens(config: Any, processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Lets logits processors look up added tokens of the prompt. `config`: of the whole model."""
-    size = 0 if config.additional_vocab_in_head else config.additional_vocab_size
-    looks_up = OF_PROMPT_TOKENS if size else ()
-    return LogitsProcessorList(
-        _WithAddedTokens(each, size) if isinstance(each, looks_up) else each for each in processors
-    )
+class XAttnVocabularyMixin:
+    """`generate` of [`XAttnForConditionalGeneration`] with added tokens in its prompt."""
+
+    def _get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        """transformers' own. Some of them look up the logits of the prompt's tokens."""
+        config, processors = self.config, super()._get_logits_processor(*args, **kwargs)  # type: ignore[misc]
+        looks_up = () if config.additional_vocab_in_head or not config.additional_vocab_size else OF_PROMPT_TOKENS
+        return LogitsProcessorList(
+            _WithAddedTokens(each, config.additional_vocab_size) if isinstance(each, looks_up) else each
+            for each in processors
+        )
 
 
 def _usual(part: nn.Module | None, kind: type[Part], language_model: PreTrainedModel) -> Part:

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..images.tower import ARRANGEMENTS, UnusableOutput, blank_image, build_tower, image_size_of, run_tower
 from ..utils.architectures import vision_hidden_size
 from ..utils.towers import QUERIES
-from .tower import ARRANGEMENTS, image_size_of
-from .vision import UnusableOutput, blank_image, build_tower, run_tower
 
 
 STRIDES = tuple(2**power for power in range(8))
