@@ -19,8 +19,7 @@ from ..decoders.insertion import BLOCKS, check_insertable
 from ..decoders.vocabulary import extend_vocabulary
 from ..layers.block import GatedCrossAttentionBlock
 from ..learning.activation_wrappers import refuse_reentrant
-from ..learning.frozen import give_gradient_to_inputs, keep_frozen_in_eval
-from ..learning.lost_updates import warn_of_half_precision
+from ..learning.frozen import give_gradient_to_inputs, keep_frozen_in_eval, warn_of_half_precision
 from ..learning.sharding import XAttnUnitsMixin, block_plan, fsdp_plan
 from ..utils.checkpoint_files import Stored
 from ..utils.config_checks import DTYPES, check_parts

@@ -20,10 +20,9 @@ from ..checkpoints.bases import text_config_of, vision_config_of
 from ..checkpoints.gguf_files import split_gguf
 from ..data.loading import load_rows_once
 from ..data.pictures import picture_of
-from ..demo.photographs.pictures import INSTALLED, Pictures
+from ..demo.photographs.pictures import INSTALLED, Pictures, read_table
 from ..demo.photographs.rows import EACH, OTHERS, PICTURES, write_held_out, write_training
 from ..demo.photographs.sheet import chosen, draw_questions
-from ..demo.photographs.things import read_table
 from ..demo.photographs.tower import find_weights, save_tower
 from ..demo.report import prepared, print_table, save_examples, say
 from ..evaluation.answers import Scores

@@ -15,9 +15,8 @@ from urllib.request import url2pathname
 
 from ..processing.chat_messages import IMAGES, parts_of
 from ..utils.keywords import suggestion
-from .fields import FORMS, PICTURES, SYSTEM
 from .pictures import content_of
-from .rows import IMAGE_SOURCES, read_row
+from .rows import FORMS, IMAGE_SOURCES, PICTURES, SYSTEM, read_row
 from .tar_shards import OWN_PICTURES, endings
 
 

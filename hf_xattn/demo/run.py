@@ -23,8 +23,18 @@ from transformers import (
 from .. import XAttnProcessor, freeze_base, retrofit
 from ..checkpoints.model_card import write_model_card
 from ..utils.transformers_api import AutoImageProcessor
-from .canvases import PROMPT, WORDS, Canvas, CanvasDataset, DigitPool, picture_of, sentence
-from .checkpoints import make_text_checkpoint, make_vision_checkpoint, one_thread
+from .canvases import (
+    PROMPT,
+    WORDS,
+    Canvas,
+    CanvasDataset,
+    DigitPool,
+    make_text_checkpoint,
+    make_vision_checkpoint,
+    one_thread,
+    picture_of,
+    sentence,
+)
 from .report import (
     attention_on_digits,
     draw_answers,

@@ -25,8 +25,7 @@ from ..data.rows import read_row, text_of
 from ..layers.block import GatedCrossAttentionBlock
 from ..parts.grid_code import GridCode, code_directions
 from ..utils.architectures import text_num_hidden_layers
-from .alignment_words import WORD, CannotAlign, rendered, states_in_front
-from .ridge import RidgeSums
+from .alignment_words import WORD, CannotAlign, RidgeSums, rendered, states_in_front
 
 
 MATCH = 32.0  # score of a query and a key in the same direction

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
-from ..data.fields import keys_of_template
-from ..data.rows import Conversation, is_trained, read_row, text_of
+from ..data.rows import Conversation, is_trained, keys_of_template, read_row, text_of
 from ..decoders.loss import IGNORED
 from ..layers.image_rows import NO_IMAGE
 from ..processing_xattn import XAttnProcessor

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..decoders.insertion import PARTS
 from ..learning.activation_wrappers import WRAPPED, unwrapped
-from ..learning.lost_updates import HALF
+from ..learning.frozen import HALF
 from ..learning.sharding import names_of_units
 from ..utils.quantized_weights import is_quantized
 from .freezing import body_of, part_weights
@@ -97,7 +97,7 @@ def _by_part(argument: str, given: Any) -> dict[str, float]:
 def train_in_float32(model: Any) -> Any:
     """Converts the weights that train from half precision to float32. Frozen weights keep their dtype and memory.
 
-    In half precision small updates are lost (see `learning/lost_updates.py`). Blocks and connector then work as they
+    In half precision small updates are lost (see `learning/frozen.py`). Blocks and connector then work as they
     are, beside a frozen text model and tower in half precision. Text models and towers that train in part need
     autocast, because their layers do not convert what they pass on: `bf16=True` of `TrainingArguments`, or
     `torch.autocast`.

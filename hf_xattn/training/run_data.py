@@ -12,12 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from ..data.forms import CAPTION_PROMPT
-from ..data.loading import Rows, load_rows, load_rows_once
-from ..data.order import Shuffled
+from ..data.loading import Rows, Shuffled, load_rows, load_rows_once
 from ..data.pictures import digest_of, picture_of, picture_parts
 from .bad_rows import BadRowsFile, Collate, Place, Places, Problem, RowReader, find_problems, list_problems
-from .distillation import TURNED_OFF, DistillingCollator, DistillingReader, picture_source
-from .kept_text import PROMPTS, TextRow, read_prompts, source_of
+from .kept_text import (
+    PROMPTS,
+    TURNED_OFF,
+    DistillingCollator,
+    DistillingReader,
+    TextRow,
+    picture_source,
+    read_prompts,
+    source_of,
+)
 from .launch import gpus_of_a_process, num_processes, say
 from .picture_use import MOST_ROWS
 from .training_options import NONE, SKIP, TrainingOptions

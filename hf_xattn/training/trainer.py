@@ -10,7 +10,7 @@ start at zero may have a share of the rate.
 thirty layers. They are computed in front of the tokens of answers, not at each token of a prompt. The loss stays what
 it was: it reads the logits at labels alone.
 
-**Text answers** beside a picture are trained to be those of the model without it (see `distillation.py`).
+**Text answers** beside a picture are trained to be those of the model without it (see `kept_text.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from ..decoders.loss import IGNORED
-from .distillation import DISTILLED, TEACHER
+from .kept_text import DISTILLED, TEACHER
 from .parameter_groups import starts_at_zero
 from .picture_use import at_labels, keeps_logits, shifted
 

@@ -23,15 +23,13 @@ from ..utils.quantized_weights import check_trainable
 from .answer_spans import ends_of_turns
 from .bad_rows import BAD_ROWS_FILE, RowReader, StopsAtLimit
 from .collator import XAttnDataCollator
-from .complete_checkpoints import STATE, step_of
-from .distillation import DistillingCollator
 from .freezing import freeze
-from .kept_text import KEPT_TEXT_FILE, digest_of_rows, text_rows
+from .kept_text import KEPT_TEXT_FILE, DistillingCollator, digest_of_rows, text_rows
 from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
 from .parameter_groups import train_in_float32
 from .picture_use import PictureUse, PictureUseCallback
 from .run_data import RunData
-from .run_folder import CHECKPOINTS, KEPT, START, check_resumed, last_checkpoint, write_options
+from .run_folder import CHECKPOINTS, KEPT, START, STATE, check_resumed, last_checkpoint, step_of, write_options
 from .run_start import Rates, rates_of, start
 from .trainer import RunTrainer, check_started_rate
 from .training_options import SKIP, TrainingOptions
