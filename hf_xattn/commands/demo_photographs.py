@@ -24,7 +24,7 @@ from ..demo.photographs.pictures import INSTALLED, Pictures, read_table
 from ..demo.photographs.rows import EACH, OTHERS, PICTURES, write_held_out, write_training
 from ..demo.photographs.sheet import chosen, draw_questions
 from ..demo.photographs.tower import find_weights, save_tower
-from ..demo.report import prepared, print_table, save_examples, say
+from ..demo.run import prepared, print_table, save_examples, say
 from ..evaluation.answers import Scores
 from ..evaluation.evaluation import ANOTHER, BLIND, FREQUENT, MODEL, Evaluation
 from ..evaluation.questions import Question, questions_of

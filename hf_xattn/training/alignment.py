@@ -25,9 +25,7 @@ import torch
 from torch import nn
 
 from ..images.connector import check_square
-from ..images.vision import run_tower
-from ..parts.tiles import Tiles
-from ..processing_xattn import TILE_INPUTS, XAttnProcessor
+from ..processing_xattn import XAttnProcessor
 from ..utils.architectures import text_num_hidden_layers
 from ..utils.projection import to_dtype_of
 from ..utils.quantized_weights import check_trainable
@@ -45,7 +43,7 @@ from .alignment_words import (
 )
 from .block_start import check_fresh, start_blocks
 from .freezing import body_of
-from .vision_features import tower_of
+from .vision_features import tower_of, tower_output
 
 
 KEPT = 2**30  # bytes of features that are kept from one pass to the next
@@ -102,9 +100,9 @@ def _encoded(
 def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """For each picture of `(pictures, 1, ...)`: what the connector's last layer reads, `(tokens, width)`, float32."""
     connector = body.connector
-    inputs = {name: value.to(body.vision_tower.device) for name, value in inputs.items()}
-    tiles = Tiles(*(inputs[name] for name in TILE_INPUTS)) if TILE_INPUTS[0] in inputs else None
-    output = _tower_output(body, inputs, tiles)
+    if "pixel_values" in inputs:
+        check_square(body.config, inputs["pixel_values"])
+    output, tiles = tower_output(body, inputs)
     if tiles is not None:  # no text sees padding tiles
         found = [each[mask != 0].flatten(0, 1) for each, mask in zip(output[:, 0], tiles.aspect_ratio_mask[:, 0])]
     else:
@@ -121,16 +119,6 @@ def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
             raise ValueError("Expected finite features of the vision tower, got NaN or infinite values.")
         read.append(with_float64(features.float()))
     return read
-
-
-def _tower_output(body: Any, inputs: dict[str, torch.Tensor], tiles: Tiles | None) -> torch.Tensor:
-    """`(pictures, tokens, width)`, or `(pictures, 1, tiles, tokens, width)`."""
-    if "vision_features" in inputs:  # of `VisionFeatures.reader`
-        output = inputs["vision_features"]
-        return output[:, 0] if tiles is None else output
-    check_square(body.config, inputs["pixel_values"])
-    output = run_tower(body.vision_tower, inputs["pixel_values"], tiles, body.config.vision_feature_layer)[0]
-    return output.flatten(2).transpose(1, 2) if tiles is None and output.dim() == 4 else output
 
 
 def solved_layer(body: Any) -> Any:

@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS, PARTS, part_of
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
-from ..utils.keywords import refuse_unknown
 from ..utils.quantized_weights import is_packed, is_quantized, plain_tensors, shape_before, untrainable
 
 
@@ -35,7 +34,6 @@ def freeze(
     connector: bool = False,
     blocks: bool = False,
     names: Mapping[str, bool] | None = None,
-    **unknown: Any,
 ) -> Any:
     """Freezes the parts that are True, and lets the others train. What an earlier call has set does not matter.
 
@@ -55,11 +53,10 @@ def freeze(
         The model.
 
     Raises:
-        TypeError: for a model without blocks, or a wrapper around one; for an unknown argument.
+        TypeError: for a model without blocks, or a wrapper around one.
         ValueError: for quantized weights that shall train, a pattern that no name matches, or PEFT's adapters. The
             model is not changed then.
     """
-    refuse_unknown(freeze, unknown, frozenset())
     chosen = _choose(model, names, text=text, vision=vision, connector=connector, blocks=blocks)
     for name, weight in model.named_parameters():
         weight.requires_grad_(chosen[name])

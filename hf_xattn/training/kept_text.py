@@ -40,7 +40,7 @@ from ..processing_xattn import XAttnProcessor
 from ..utils.whole_folder import replace_file
 from .bad_rows import BadRowError, BadRowsFile, Place, RowReader, find_problems, reason_of, resolved
 from .collator import XAttnDataCollator
-from .launch import is_first_process, say
+from .launch import is_first_process, on_device, say
 
 
 SEARCHED = 4096  # rows behind one without a picture that are searched for one
@@ -281,15 +281,13 @@ def _answered_rows(
 ) -> list[TextRow]:
     say(f"The text model answers {len(prompts)} text prompts, which keep its text ability (`--text-share 0`: none).")
     start = time.perf_counter()
-    try:
-        answers = _answers(model, processor, prompts, device)
-    except torch.OutOfMemoryError:  # such as of a model that trains in shards
-        say(f"The model does not fit into the memory of {device}: it answers on the CPU.")
-        answers = _answers(model, processor, prompts, torch.device("cpu"))
+    asked = [Question([{"role": "user", "content": prompt}], answer="") for prompt in prompts]
+    asker = Asker(model, processor, BATCH, MAX_NEW_TOKENS)
+    answers = on_device(model, device, lambda: asker("Answering", asked))
     rows = [
-        {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+        {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]}
         for prompt, answer in zip(prompts, answers)
-        if answer
+        if answer.strip()
     ]
     kept, reason = _fitting(rows, collate, picture)
     part = file.with_name(f".{file.name}.part")
@@ -304,21 +302,6 @@ def _answered_rows(
 
 def _lines(rows: Sequence[TextRow]) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
-
-
-def _answers(
-    model: XAttnForConditionalGeneration, processor: XAttnProcessor, prompts: Sequence[str], device: torch.device
-) -> list[str]:
-    """The greedy answers without a picture. The model is then where it was."""
-    home = model.device
-    asked = [Question([{"role": "user", "content": prompt}], answer="") for prompt in prompts]
-    try:
-        if home.type == "cpu":  # quantized weights are on their device
-            model.to(device)  # type: ignore[arg-type]
-        return [answer.strip() for answer in Asker(model, processor, BATCH, MAX_NEW_TOKENS)("Answering", asked)]
-    finally:
-        if home.type == "cpu":
-            model.to(home)  # type: ignore[arg-type]
 
 
 def _fitting(rows: Sequence[TextRow], collate: DistillingCollator, picture: Any) -> tuple[list[TextRow], str | None]:

@@ -14,7 +14,7 @@ from typing import Any
 from ..data.forms import CAPTION_PROMPT
 from ..data.loading import Rows, Shuffled, load_rows, load_rows_once
 from ..data.pictures import digest_of, picture_of, picture_parts
-from .bad_rows import BadRowsFile, Collate, Place, Places, Problem, RowReader, find_problems, list_problems
+from .bad_rows import BadRowsFile, Collate, Places, Problem, RowReader, find_problems, list_problems
 from .kept_text import (
     PROMPTS,
     TURNED_OFF,
@@ -26,7 +26,6 @@ from .kept_text import (
     source_of,
 )
 from .launch import gpus_of_a_process, num_processes, say
-from .picture_use import MOST_ROWS
 from .training_options import NONE, SKIP, TrainingOptions
 
 
@@ -138,12 +137,6 @@ class RunData:
             problems, _ = find_problems(rows, range(count), collate)
             rows = rows.split([problem.row for problem in problems])[0]
         return rows
-
-    def to_compare(self) -> list[Place]:
-        """Rows with which a run tells whether the model uses its pictures: held out ones, or some of those it reads."""
-        rows = self.rows if self.others is None else self.others
-        count = min(len(rows), MOST_ROWS)
-        return [Place(rows, number * len(rows) // count) for number in range(count)]
 
     def reader(self, collate: Any) -> RowReader:
         skips = self.options.bad_rows == SKIP

@@ -14,11 +14,10 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..checkpoints.model_card import is_fresh
 from ..data.loading import Rows
-from ..utils.quantized_weights import is_quantized
 from .alignment import ConnectorAlignment, align_connector
 from .alignment_words import CannotAlign
 from .freezing import body_of
-from .launch import is_first_process, num_processes, say
+from .launch import is_first_process, num_processes, on_device, say
 from .parameter_groups import starts_at_zero
 from .training_options import TrainingOptions
 
@@ -94,21 +93,11 @@ def _start(model: Any, processor: Any, rows: Rows | None, device: torch.device, 
 
 
 def _aligned(model: Any, processor: Any, rows: Rows, device: torch.device) -> ConnectorAlignment:
-    """Aligns the model on the device, or where it is if it does not fit there. It is then where it was."""
     if is_deepspeed_zero3_enabled():
         raise CannotAlign("Expected whole weights, got those of ZeRO-3, of which each process holds a part.")
     if not starts_at_zero(model):  # the smaller learning rate for what has started would be that of all weights
         raise CannotAlign("Expected blocks with `zero_init`, got others.")
-    home = model.device
-    if home.type != "cpu" or device.type == "cpu" or any(map(is_quantized, model.parameters())):
-        return align_connector(model, processor, rows)
-    try:
-        return align_connector(model.to(device), processor, rows)
-    except torch.OutOfMemoryError:
-        say(f"The model does not fit into the memory of {device}: it is started on the CPU.")
-        return align_connector(model.to(home), processor, rows)
-    finally:
-        model.to(home)
+    return on_device(model, device, lambda: align_connector(model, processor, rows))
 
 
 def _share(model: Any, device: torch.device) -> None:

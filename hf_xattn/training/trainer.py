@@ -80,6 +80,7 @@ class RunTrainer(Trainer):
         self, *, started_rate: float = 1.0, distill_text: float | None = None, rows_of_a_step: int = 0, **given: Any
     ):
         super().__init__(**given)
+        vars(self.model.config).pop("use_cache", None)  # type: ignore[union-attr]  # which only the text model's has
         self.distill_text = distill_text
         self._started_rate, self._rows_of_a_step = started_rate, rows_of_a_step
         text_model: Any = self.model.model.text_model  # type: ignore[union-attr]

@@ -311,7 +311,7 @@ def encode_pictures(
             for digests, inputs in batch.groups:
                 if new.issuperset(digests):  # another worker has read them too
                     continue
-                for digest, tensors in zip(digests, _outputs(tower, inputs, body_of(model).config)):
+                for digest, tensors in zip(digests, _outputs(body_of(model), inputs)):
                     if digest not in new:
                         writer.add(digest, tensors)
                         new.add(digest)
@@ -391,15 +391,26 @@ def _known(folder: Path, maker: Maker) -> set[str]:
     return known
 
 
-def _outputs(tower: Any, inputs: dict[str, torch.Tensor], config: Any) -> list[dict[str, torch.Tensor]]:
-    """What the tower returns for each picture of `(pictures, 1, ...)`, by the end of its name in a file."""
-    inputs = {name: value.to(tower.device) for name, value in inputs.items()}
+def tower_output(body: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Tiles | None]:
+    """What the tower of an [`XAttnModel`] returns for pictures `(pictures, 1, ...)`, or has returned, and their tiles.
+
+    `(pictures, tokens, width)`, or `(pictures, 1, tiles, tokens, width)`.
+    """
+    inputs = {name: value.to(body.vision_tower.device) for name, value in inputs.items()}
     tiles = Tiles(*(inputs[name] for name in TILE_INPUTS)) if TILE_INPUTS[0] in inputs else None
-    output = run_tower(tower, inputs["pixel_values"], tiles, config.vision_feature_layer).last_hidden_state
-    assert output is not None
+    if "vision_features" in inputs:  # of `VisionFeatures.reader`
+        output = inputs["vision_features"]
+        return (output[:, 0] if tiles is None else output), tiles
+    output = run_tower(body.vision_tower, inputs["pixel_values"], tiles, body.config.vision_feature_layer)[0]
+    if tiles is None and output.dim() == 4:  # convolutional towers: (pictures, channels, height, width)
+        output = output.flatten(2).transpose(1, 2)
+    return output, tiles
+
+
+def _outputs(body: Any, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """What the tower returns for each picture, by the end of its name in a file."""
+    output, tiles = tower_output(body, inputs)
     if tiles is None:
-        if output.dim() == 4:  # convolutional towers: (pictures, channels, height, width)
-            output = output.flatten(2).transpose(1, 2)
         return [{"": _owned(each)} for each in output]
     outputs = []
     for features, ids, mask in zip(output[:, 0], tiles.aspect_ratio_ids[:, 0], tiles.aspect_ratio_mask[:, 0]):

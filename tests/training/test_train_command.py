@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -330,10 +329,7 @@ def test_wrong_options_and_folders(model, tmp_path, capsys):
         ([model, "--data", data, "--eval-steps", "2", *out], "`--eval-data` or `--eval-share` with `--eval-steps 2`"),
         ([model, "--data", questions, "--prompt", "what ?", *out], "the field `text` for `--prompt`"),
         ([model, "--data", data, "--prompt", " ", *out], "`prompt`"),
-        ([model, "--data", data, "--report-to", "paper", *out], "`--report-to` got paper: paper is not supported"),
     ]
-    if find_spec("wandb") is None:
-        wrong.append(([model, "--data", data, "--report-to", "wandb", *out], "pip install wandb"))
     for arguments, message in wrong:
         status, _, error = run_training(capsys, *arguments)
         assert status == 2 and message in error, (arguments, error)
