@@ -18,87 +18,22 @@ from .pictures import Pictures, Placed, Thing, of_kind
 
 Phrasings = Mapping[str, Sequence[str]]
 NUMBERS = ("no", "one", "two", "three", "four")
-# What is trained on. With few phrasings the text model, asked in other words, answers as if there were no picture.
-PHRASINGS: Phrasings = {
-    "name": (
-        "What is it?",
-        "What is in the picture?",
-        "What do you see?",
-        "Name the thing in the picture.",
-        "What is this?",
-        "What does this picture have in it?",
-        "Say what this is.",
-        "Which thing is it?",
-        "What thing do you see here?",
-    ),
-    "kind": (
-        "What kind of thing is it?",
-        "Which kind of thing do you see?",
-        "What sort of thing is in the picture?",
-        "What kind of thing is in the picture?",
-        "Say what kind of thing it is.",
-        "What sort of thing is it?",
-        "Name the kind of thing.",
-    ),
-    "at side": (
-        "What is on the {side}?",
-        "What do you see on the {side}?",
-        "Name the thing on the {side}.",
-        "What is the thing on the {side}?",
-        "On the {side}, what is there?",
-        "Which thing is on the {side}?",
-        "Say what is on the {side}.",
-    ),
-    "side": (
-        "On which side is {the}?",
-        "Is {the} on the left or on the right?",
-        "Where is {the}, left or right?",
-        "Where do you see {the}?",
-        "Which side is {the} on?",
-        "Say where {the} is.",
-        "Left or right: where is {the}?",
-    ),
-    "how many": (
-        "How many things are there?",
-        "Count the things.",
-        "How many things do you see?",
-        "How many are there?",
-        "Give the number of things.",
-        "How many things are in the picture?",
-        "Say how many things you see.",
-        "What number of things do you see?",
-        "How many things can you count?",
-    ),
-    "is there": (
-        "Is there {a}?",
-        "Do you see {a}?",
-        "Is {a} in the picture?",
-        "Is there {a} here?",
-        "Can you see {a}?",
-        "Does the picture have {a} in it?",
-        "Say whether there is {a}.",
-    ),
-    "caption": (
-        "Describe the picture.",
-        "What does the picture show?",
-        "Write a caption.",
-        "Describe what you see.",
-        "Give a caption.",
-        "Say what the picture shows.",
-        "Tell me what you see.",
-    ),
-}
-# Held out, to measure with while a choice is made. The sealed test has its own.
-NEW_PHRASINGS: Phrasings = {
-    "name": ("Can you tell me what this is?", "What is shown here?"),
-    "kind": ("To which kind of things does it belong?", "What kind of thing is shown?"),
-    "at side": ("Tell me what is on the {side}.", "Which thing is on the {side} side?"),
-    "side": ("Tell me on which side {the} is.", "Can you find {the}: left or right?"),
-    "how many": ("What is the number of things?", "Tell me how many things there are."),
-    "is there": ("Can you find {a}?", "Does the picture show {a}?"),
-    "caption": ("Tell me about the picture.", "Say in a few words what is there."),
-}
 SIDES = ("left", "right")
+
+
+def _read_phrasings() -> tuple[Phrasings, Phrasings]:
+    """The phrasings of each kind of question that are trained on, and those that are held out."""
+    trained, new = {}, {}
+    for part in Path(__file__).with_name("phrasings.txt").read_text(encoding="utf-8").split("\n\n"):
+        kind, *lines = part.strip().splitlines()
+        end = lines.index("NEW")
+        trained[kind.strip("[]")], new[kind.strip("[]")] = lines[:end], lines[end + 1 :]
+    return trained, new
+
+
+# With few phrasings the text model, asked in other words, answers as if there were no picture. New ones are held out,
+# to measure with while a choice is made. The sealed test has its own.
+PHRASINGS, NEW_PHRASINGS = _read_phrasings()
 
 
 class Question(NamedTuple):
@@ -243,11 +178,6 @@ def write_rows(folder: Path, rows: Iterator[tuple[Any, dict[str, Any]]]) -> str:
     text = "\n".join(line for _, line in lines) + "\n"
     (folder / "metadata.jsonl").write_text(text)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def write_training(folder: Path, pictures: Pictures, things: list[Thing], count: int, seed: int) -> None:
-    """Writes the rows to train on, about `count` pictures."""
-    write_rows(folder, train_rows(pictures, things, count, seed))
 
 
 def write_held_out(
