@@ -109,11 +109,8 @@ def evaluate(
             the content of its file, or the object.
 
     Raises:
-        ValueError: for no questions, or sizes below 1.
+        ValueError: for no questions.
     """
-    for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"Expected `{name}` to be at least 1, got {value}.")
     if not questions:
         raise ValueError("Expected `questions` to hold one or more, got none.")
     tokenizer = processor.tokenizer

@@ -41,6 +41,7 @@ from .alignment_words import (
     with_one,
     word_states,
 )
+from .answer_spans import check_processor
 from .block_start import check_fresh, start_blocks
 from .freezing import body_of
 from .vision_features import tower_of, tower_output
@@ -259,8 +260,7 @@ class _Pass:
 
 
 def _check(body: Any, processor: Any, rows: Any) -> None:
-    if not isinstance(processor, XAttnProcessor):
-        raise TypeError(f"Expected `processor` to be an XAttnProcessor, got {type_name(processor)}.")
+    check_processor(processor)
     if isinstance(rows, (str, bytes, Path, dict)) or not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")):
         raise TypeError(f"Expected `rows` to be a sequence of rows, such as `load_rows` gives, got {type_name(rows)}.")
     tower_of(body)
@@ -278,11 +278,6 @@ def _check(body: Any, processor: Any, rows: Any) -> None:
         )
     if min(config.cross_attention_layers) >= text_num_hidden_layers(config.text_config):
         raise ValueError("Expected `model` with a block in front of a layer, got blocks after the last layer alone.")
-    if not processor.tokenizer.is_fast:
-        raise ValueError(
-            f"Expected `processor` to have a fast tokenizer, got a slow one ({type_name(processor.tokenizer)}), which "
-            "does not tell where words end. Load the fast one with `AutoTokenizer`."
-        )
     check_trainable("the connector", body.connector, "Load the base with `quantization_config`: the connector stays.")
 
 

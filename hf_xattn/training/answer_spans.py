@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from transformers.utils import logging
 
 from ..data.rows import text_of, with_text
+from ..processing_xattn import XAttnProcessor
+from ..utils.tensor_checks import type_name
 
 
 logger = logging.get_logger(__name__)
@@ -24,6 +26,17 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 Messages = list[dict[str, Any]]
 Render = Callable[..., str]
+
+
+def check_processor(processor: Any) -> None:
+    """Raises a `TypeError` for another processor, and a `ValueError` for one that does not tell where words are."""
+    if not isinstance(processor, XAttnProcessor):
+        raise TypeError(f"Expected `processor` to be an XAttnProcessor, got {type_name(processor)}.")
+    if not processor.tokenizer.is_fast:
+        raise ValueError(
+            f"Expected `processor` to have a fast tokenizer, got a slow one ({type_name(processor.tokenizer)}), which "
+            "gives no offsets. Load the fast one with `AutoTokenizer`."
+        )
 
 
 class AnswerSpan(NamedTuple):

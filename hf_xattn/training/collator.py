@@ -14,7 +14,7 @@ from ..decoders.loss import IGNORED
 from ..layers.image_rows import NO_IMAGE
 from ..processing_xattn import XAttnProcessor
 from ..utils.tensor_checks import type_name
-from .answer_spans import AnswerSpan, find_answers, squeezed
+from .answer_spans import AnswerSpan, check_processor, find_answers, squeezed
 from .vision_features import VisionFeatures
 
 
@@ -92,8 +92,7 @@ class XAttnDataCollator:
         padding_free: bool = False,
         features: VisionFeatures | None = None,
     ):
-        if not isinstance(processor, XAttnProcessor):
-            raise TypeError(f"Expected `processor` to be an XAttnProcessor, got {type_name(processor)}.")
+        check_processor(processor)
         if train_on not in TRAIN_ON:
             raise ValueError(f"`train_on` must be one of {TRAIN_ON}, got {train_on!r}.")
         for name, size in (("max_length", max_length), ("pad_to_multiple_of", pad_to_multiple_of)):
@@ -108,11 +107,6 @@ class XAttnDataCollator:
             why = "the markers tell which images belong to which text"
             raise ValueError(f"Expected `processor` to have an `image_token` for `padding_free`, got none: {why}.")
         tokenizer = processor.tokenizer
-        if not tokenizer.is_fast:
-            raise ValueError(
-                f"Expected `processor` to have a fast tokenizer, got a slow one ({type_name(tokenizer)}), which gives "
-                "no offsets. Load the fast one with `AutoTokenizer`."
-            )
         if tokenizer.pad_token is None:
             if tokenizer.eos_token is None:
                 raise ValueError(

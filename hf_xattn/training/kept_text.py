@@ -32,6 +32,7 @@ from ..data.forms import CAPTION_PROMPT
 from ..data.loading import Rows
 from ..data.pictures import picture_of, picture_parts
 from ..data.sources import Source
+from ..data.tables import Table
 from ..decoders.loss import IGNORED
 from ..evaluation.evaluation import Asker
 from ..evaluation.questions import Question
@@ -47,7 +48,8 @@ SEARCHED = 4096  # rows behind one without a picture that are searched for one
 KNOWN = 2**16  # places that a reader remembers
 DISTILLED, TEACHER = "distilled", "teacher_"  # names in a batch
 TURNED_OFF = "`--text-share 0` without `--distill-text` turns it off"
-NEUTRAL = ("a", "b")  # a question and an answer that any picture fits
+# A chat that any picture fits.
+NEUTRAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def picture_source(part: Mapping[str, Any]) -> str | bytes:
@@ -115,10 +117,8 @@ class DistillingCollator:
 
     def error_of(self, picture: Any) -> Exception | None:
         """Why no text can stand beside a picture, or None."""
-        question, answer = NEUTRAL
-        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         try:
-            self.collate([beside({"messages": chat}, picture)])
+            self.collate([beside({"messages": NEUTRAL}, picture)])
         except (TypeError, ValueError) as error:
             return error
         return None
@@ -247,27 +247,12 @@ def text_rows(
 
 def source_of(rows: Sequence[TextRow], folder: Path, weight: float) -> Source:
     """A source of rows that are held in memory; errors name the file of the run."""
-    return Source(KEPT_TEXT_FILE, [_Held(rows, str(folder / KEPT_TEXT_FILE))], None, weight)
+    file = Table(str(folder / KEPT_TEXT_FILE), rows, range(len(rows)), digest_of_rows(rows))
+    return Source(KEPT_TEXT_FILE, [file], None, weight)
 
 
 def digest_of_rows(rows: Sequence[TextRow]) -> str:
     return hashlib.sha256(_lines(rows).encode()).hexdigest()
-
-
-class _Held:
-    """A file whose rows are in memory."""
-
-    def __init__(self, rows: Sequence[TextRow], path: str):
-        self._rows, self.path, self.digest = rows, path, digest_of_rows(rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def example(self, place: int) -> Mapping[str, Any]:
-        return self._rows[place]
-
-    def name(self, place: int) -> str:
-        return f"line {place + 1}"
 
 
 def _answered_rows(

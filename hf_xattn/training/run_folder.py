@@ -11,7 +11,7 @@ import os
 import re
 import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
@@ -28,11 +28,6 @@ STATE = "trainer_state.json"
 NUMBERED = re.compile(r"checkpoint-(\d+)")
 WEIGHTS = ("*.safetensors", "*.bin", "*.distcp", "*.pt")
 BESIDE_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")
-
-
-class FoundCheckpoints(NamedTuple):
-    last: Path | None  # the complete one with the highest number
-    skipped: list[tuple[Path, str]]  # those with a higher number, each with what it misses
 
 
 def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -54,14 +49,15 @@ def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """
     if os.path.isfile(folder):
         raise ValueError(f"Expected `folder` to be a folder with checkpoints, got a file: {os.fspath(folder)!r}.")
-    found = find_checkpoints(Path(folder))
-    for path, reason in found.skipped:
+    last, skipped = find_checkpoints(Path(folder))
+    for path, reason in skipped:
         logger.warning(f"{path} is skipped: it is not complete ({reason}).")
-    return None if found.last is None else str(found.last)
+    return None if last is None else str(last)
 
 
-def find_checkpoints(folder: Path, processes: int = 1) -> FoundCheckpoints:
-    """Looks through the checkpoints of a folder, beginning with the highest number, up to a complete one.
+def find_checkpoints(folder: Path, processes: int = 1) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The complete checkpoint of a folder with the highest number, and those with a higher one, each with what it
+    misses.
 
     The folder may be missing. Each of the `processes` of a run saves its own random state.
     """
@@ -74,9 +70,9 @@ def find_checkpoints(folder: Path, processes: int = 1) -> FoundCheckpoints:
             continue
         reason = _what_is_missing(path, processes)
         if reason is None:
-            return FoundCheckpoints(path, skipped)
+            return path, skipped
         skipped.append((path, reason))
-    return FoundCheckpoints(None, skipped)
+    return None, skipped
 
 
 def step_of(checkpoint: Path) -> int:
@@ -186,12 +182,12 @@ def write_options(output: Path, saved: dict[str, Any]) -> None:
 
 def last_checkpoint(output: Path) -> Path | None:
     """Returns the last complete checkpoint. `Trainer` writes over the others when it reaches their steps again."""
-    found = find_checkpoints(output / CHECKPOINTS, num_processes())
-    for path, reason in found.skipped:
+    last, skipped = find_checkpoints(output / CHECKPOINTS, num_processes())
+    for path, reason in skipped:
         say(f"{path} is skipped: it is not complete ({reason}).")
         if is_first_process():  # or a folder that is killed a second time would look complete, with files of both times
             (path / STATE).unlink(missing_ok=True)
-    return found.last
+    return last
 
 
 __all__ = ["last_complete_checkpoint"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,6 +174,10 @@ class VisionFeatures:
         reader = copy.copy(processor)
         reader._look_up = self._look_up
         return reader
+
+    def digests(self) -> Iterable[str]:
+        """The SHA-256 of each picture's file."""
+        return self._shards.keys()
 
     def __len__(self) -> int:
         """Number of different pictures."""
@@ -376,19 +380,17 @@ class _PictureReader:
 
 def _known(folder: Path, maker: Maker) -> set[str]:
     """The pictures whose features a folder holds."""
-    known: set[str] = set()
-    for path in sorted(folder.glob(SHARDS)):
-        shard = read_shard(path)
-        for field, ours in maker._asdict().items():
-            theirs = getattr(shard.maker, field)
-            if ours != theirs:
-                what = "vision tower" if field == "tower" else field.replace("_", " ")
-                raise ValueError(
-                    f"Expected {folder} to hold features of this model, got features of another {what} in {path.name}: "
-                    f"{theirs[:12]} instead of {ours[:12]}. Choose a new folder."
-                )
-        known.update(shard.digests)
-    return known
+    if not any(folder.glob(SHARDS)):
+        return set()
+    held = VisionFeatures.before_weights(folder)
+    for field, theirs, ours in zip(Maker._fields, held.maker, maker):
+        if ours != theirs:
+            what = "vision tower" if field == "tower" else field.replace("_", " ")
+            raise ValueError(
+                f"Expected {folder} to hold features of this model, got features of another {what}: {theirs[:12]} "
+                f"instead of {ours[:12]}. Choose a new folder."
+            )
+    return set(held.digests())
 
 
 def tower_output(body: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Tiles | None]:

@@ -284,7 +284,7 @@ def test_what_counts_as_complete(tmp_path):
     torch.save({}, path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     assert last_complete_checkpoint(tmp_path) == str(path)
     torch.save({}, path / "rng_state_0.pth")
-    assert find_checkpoints(tmp_path, processes=2).skipped == [(path, "rng_state_1.pth is missing")]
+    assert find_checkpoints(tmp_path, processes=2)[1] == [(path, "rng_state_1.pth is missing")]
     torch.save({}, path / "rng_state_1.pth")
-    assert find_checkpoints(tmp_path, processes=2).last == path
+    assert find_checkpoints(tmp_path, processes=2)[0] == path
     assert load_file(path / "adapter_model.safetensors").keys() == {"a", "b"}

@@ -202,7 +202,7 @@ def test_bad_lines_are_told_at_once(model, tmp_path, capsys):
         ('{"file_name": "red.png", "text": ', "broken JSON"),
         ("[1, 2]", "expected a JSON object, got list"),
         ({"file_name": "gone.png", "text": "a"}, "'gone.png' does not exist"),
-        ({"file_name": "red.png", "txt": "a"}, "unknown field 'txt'. Did you mean `text`?"),
+        ({"file_name": "red.png", "txt": "a"}, "got ['file_name', 'txt']. Did you mean `text`?"),
         ({"file_name": "red.png"}, "expected the fields of one of"),
         ({"file_name": "red.png", "question": "a ?"}, "'answer' is missing"),
         ({"file_name": "red.png", "text": " "}, "'text' must be a text that is not empty"),
@@ -243,7 +243,7 @@ def test_all_that_is_wrong_in_one_round(model, tmp_path, capsys):
     status, _, error = run_training(capsys, model, "--data", data, "--eval-data", other, "--output", tmp_path / "out")
     told = next(line for line in error.splitlines() if line.startswith("  line 2: "))
     assert status == 2 and all(words in told for words in ("'broken.png' cannot", "'gone.png' does not"))
-    assert f"{other / 'metadata.jsonl'} has 1 line(s)" in error and "unknown field 'txt'" in error
+    assert f"{other / 'metadata.jsonl'} has 1 line(s)" in error and "Did you mean `text`?" in error
     weighted = ["--eval-data", f"{data}:0.5", "--output", tmp_path / "out"]
     assert "without a weight for `--eval-data`" in run_training(capsys, model, "--data", data, *weighted)[2]
 
