@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ..utils.checkpoint_files import check_path
-from .json_files import json_files
-from .tables import library, parquet_files, saved_table
+from .tables import json_files, library, parquet_files, saved_table
 from .tar_shards import tar_files
 
 

@@ -20,8 +20,7 @@ from typing import Any
 from PIL import Image
 
 from ..processing.stray_images import is_picture
-from .json_files import read_json
-from .tables import Table, converted
+from .tables import Table, converted, read_json
 
 
 # Pictures that Pillow does not read, and arrays, as which other programs keep some. `mimetypes` knows most of the rest.

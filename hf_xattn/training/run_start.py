@@ -16,9 +16,8 @@ from ..checkpoints.model_card import is_fresh
 from ..data.loading import Rows
 from .alignment import ConnectorAlignment, align_connector
 from .alignment_words import CannotAlign
-from .freezing import body_of
+from .freezing import body_of, starts_at_zero
 from .launch import is_first_process, num_processes, on_device, say
-from .parameter_groups import starts_at_zero
 from .training_options import TrainingOptions
 
 

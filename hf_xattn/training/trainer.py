@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from ..decoders.loss import IGNORED
+from .freezing import starts_at_zero
 from .kept_text import DISTILLED, TEACHER
-from .parameter_groups import starts_at_zero
 from .picture_use import at_labels, keeps_logits, shifted
 
 

@@ -24,10 +24,9 @@ from ..utils.quantized_weights import check_trainable
 from .answer_spans import ends_of_turns
 from .bad_rows import BAD_ROWS_FILE, Places, RowReader, StopsAtLimit
 from .collator import XAttnDataCollator
-from .freezing import freeze
+from .freezing import freeze, train_in_float32
 from .kept_text import KEPT_TEXT_FILE, DistillingCollator, digest_of_rows, text_rows
 from .launch import is_first_process, num_processes, say
-from .parameter_groups import train_in_float32
 from .picture_use import PictureUse, PictureUseCallback
 from .run_data import RunData
 from .run_folder import CHECKPOINTS, KEPT, START, STATE, check_resumed, last_checkpoint, step_of, write_options
