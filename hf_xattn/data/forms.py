@@ -52,7 +52,7 @@ def row_of(example: Mapping[str, Any], folder: Path, prompt: str) -> dict[str, A
         del example["caption"]  # shards of img2dataset have it in both of their files
     form = _form_of(example)
     pictures = _pictures(example)
-    made = _MESSAGES_OF.get(form[0], _as_they_are)(example, prompt)
+    made = _MESSAGES_OF[form[0]](example, prompt) if form[0] in _MESSAGES_OF else {name: example[name] for name in form}
     others = {name: value for name, value in example.items() if name not in (*form, *PICTURES, SYSTEM, OWN_PICTURES)}
     system = {SYSTEM: example[SYSTEM]} if SYSTEM in example else {}
     read = read_row({**others, **made, **system, **({"images": pictures} if pictures else {})})
@@ -134,14 +134,6 @@ def _is_picture(image: Any) -> bool:
     return isinstance(image, (str, bytes)) and bool(image)
 
 
-def _as_they_are(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
-    return {name: example[name] for name in ("messages", "prompt", "completion") if name in example}
-
-
-def _question(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
-    return _asked(example["question"], example["answer"])
-
-
 def _asked(question: str, answer: str) -> dict[str, Messages]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
@@ -184,7 +176,7 @@ def _texts(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
 _MESSAGES_OF: dict[str, Callable[[Mapping[str, Any], str], dict[str, Messages]]] = {
     "text": lambda example, prompt: _asked(prompt, example["text"]),
     "caption": lambda example, prompt: _asked(prompt, example["caption"]),
-    "question": _question,
+    "question": lambda example, _: _asked(example["question"], example["answer"]),
     "conversations": _conversations,
     "texts": _texts,
 }

@@ -154,7 +154,9 @@ class XAttnDataCollator:
             made = _named(index, conversation, self._labelled, conversation, ids[index][real], offsets[index][real])
             tokens.append(made)
         if self.padding_free:
-            return {**self._flattened(tokens), **_in_one_row(batch)}
+            images = batch.pop("image_mask", None)  # of all rows, the real images come in one row
+            kept = {name: each.flatten(0, 1) if images is None else each[images] for name, each in batch.items()}
+            return {**self._flattened(tokens), **{name: each[None] for name, each in kept.items()}}
         return {**self._padded(tokens), **(_share_images(batch) if self.share_images else batch)}
 
     def _processed(self, conversations: Sequence[Conversation]) -> dict[str, torch.Tensor]:
@@ -319,13 +321,6 @@ def _share_images(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     if mask is not None and shared["image_mask"].all():
         del shared["image_mask"]
     return {**shared, "image_rows": torch.tensor(index)}
-
-
-def _in_one_row(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Puts the real images of all rows into one row, in their order: `(1, images of the batch, ...)`."""
-    tensors = dict(images)
-    mask = tensors.pop("image_mask", None)
-    return {name: (tensor.flatten(0, 1) if mask is None else tensor[mask])[None] for name, tensor in tensors.items()}
 
 
 __all__ = ["XAttnDataCollator"]

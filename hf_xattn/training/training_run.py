@@ -241,15 +241,6 @@ def _facts(options: TrainingOptions, data: RunData, use: PictureUse | None, star
     return facts
 
 
-def _tie(weights: dict[str, torch.Tensor], model: XAttnForConditionalGeneration) -> None:
-    """Gives names of one weight one tensor again. Gathered weights are copies, and each would be saved."""
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        name = name.replace(f"{WRAPPED}.", "")
-        if name in weights and first.setdefault(id(parameter), name) != name:
-            weights[name] = weights[first[id(parameter)]]
-
-
 def _load_weights(model: XAttnForConditionalGeneration, checkpoint: Any, **hub: Any) -> None:
     """Gives the model the weights of a checkpoint, in the dtypes of the model."""
     from torch.distributed import checkpoint as sharded
@@ -357,7 +348,12 @@ def _save(
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         weights["state_dict"] = {name: weight.to(dtypes.get(name, weight.dtype)) for name, weight in gathered.items()}
-        _tie(weights["state_dict"], model)
+        # Gathered weights are copies: names of one weight get one tensor again, or each would be saved.
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            name = name.replace(f"{WRAPPED}.", "")
+            if name in gathered and first.setdefault(id(parameter), name) != name:
+                weights["state_dict"][name] = weights["state_dict"][first[id(parameter)]]
     # Sharded parameters too: the configuration and the card tell their dtype.
     for name, parameter in model.named_parameters():
         dtype = dtypes.get(name.replace(f"{WRAPPED}.", ""))

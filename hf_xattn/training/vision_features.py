@@ -69,12 +69,6 @@ def image_processor_identity(processor: XAttnProcessor) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
-def maker_of(model: Any, processor: XAttnProcessor) -> Maker:
-    """Returns what the features of a model and a processor depend on. Reads all weights of the tower."""
-    tower = tower_of(model)
-    return Maker(tower_identity(model.config, tower), image_processor_identity(processor), str(tower.dtype))
-
-
 class Shard(NamedTuple):
     maker: Maker
     digests: list[str]  # SHA-256 of the pictures
@@ -199,7 +193,11 @@ class VisionFeatures:
         if self._tiled:
             for name in TILE_INPUTS:
                 tensors[name] = torch.stack([self._tensor(digest, name) for digest in digests])
-            features = [_with_padding_tiles(each, mask) for each, mask in zip(features, tensors[TILE_INPUTS[1]])]
+            masks = tensors[TILE_INPUTS[1]]
+            whole = [each.new_zeros(mask.shape[0], *each.shape[1:]) for each, mask in zip(features, masks)]
+            for tiles, each, mask in zip(whole, features, masks):  # no text sees the padding tiles
+                tiles[mask != 0] = each
+            features = whole
         shapes = {tuple(each.shape) for each in features}
         if len(shapes) > 1:
             raise ValueError(
@@ -252,13 +250,6 @@ class VisionFeatures:
         )
 
 
-def _with_padding_tiles(features: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`(tiles, tokens, width)` of the real tiles to `(max_num_tiles, tokens, width)`. No text sees the others."""
-    whole = features.new_zeros(mask.shape[0], *features.shape[1:])
-    whole[mask != 0] = features
-    return whole
-
-
 PARTIAL = "rank-{:05d}.partial"  # the file that a process is writing
 SHARD_BYTES = 2**28
 
@@ -295,7 +286,8 @@ def encode_pictures(
         ValueError: for a model without a vision tower, or a folder with damaged files or features of another tower.
     """
     folder, tower = Path(folder), tower_of(model)
-    maker = maker_of(model, processor)
+    identities = tower_identity(model.config, tower), image_processor_identity(processor)
+    maker = Maker(*identities, str(tower.dtype))
     held = _known(folder, maker)
     folder.mkdir(parents=True, exist_ok=True)
     writer = _Writer(folder, maker, rank, shard_bytes)

@@ -75,11 +75,8 @@ def ask(
         thing = rng.choice([each for each in all_things if each.name not in there])
         return Question(kind, phrasing.format(a=thing.named), f"No, there is no {thing.name}.")
     assert kind == "caption"
-    return Question(kind, phrasing, _sentence(_listed([each.thing.named for each in placed])))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    *names, last = [each.thing.named for each in placed]
+    return Question(kind, phrasing, _sentence(f"{', '.join(names)} and {last}" if names else last))
 
 
 def _sentence(words: str) -> str:
@@ -136,7 +133,8 @@ def asked_rows(
     for kind, count in OF_EACH.items():
         for index in range(each):
             rng = random.Random(f"{name} {seed} {kind} {index}")
-            chosen = rng.sample(known, count or _count_for(kind, rng))
+            fitting = [number for number in COUNTS if kind in kinds_for(number)]
+            chosen = rng.sample(known, count or rng.choice(fitting))
             files = [(thing, rng.choice(thing.trained)) for thing in chosen]
             picture, placed = pictures.compose(rng, files, trained_ground=rng.random() < 0.5)
             yield picture, _row(KNOWN, ask(kind, placed, phrasings, rng, known))
@@ -148,10 +146,6 @@ def asked_rows(
                 part = NEVER if not thing.known else DRAWING if "cartoon" in file else PHOTOGRAPH
                 for kind in ("name", "kind") if thing.known else ("kind",):
                     yield picture, _row(part, ask(kind, placed, phrasings, rng, known))
-
-
-def _count_for(kind: str, rng: random.Random) -> int:
-    return rng.choice([count for count in COUNTS if kind in kinds_for(count)])
 
 
 def _row(part: str, question: Question) -> dict[str, Any]:
