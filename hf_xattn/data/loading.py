@@ -25,6 +25,12 @@ from .forms import CAPTION_PROMPT, is_caption, row_of
 from .sources import DataFile, Source, open_source
 
 
+# Saved with a run: one that was begun in another order cannot go on.
+ORDER = "each epoch a permutation of all rows, also of bad ones"
+WITHOUT_BAD = "each epoch a permutation of all rows"  # of earlier versions, which left out the bad rows that they found
+EPOCH, PASS = range(2)  # what a permutation is of, for its seed
+
+
 class Rows(Sequence[dict[str, Any]]):
     """Rows to train on or to ask about, for `XAttnDataCollator` and `Trainer`. Made by [`load_rows`].
 
@@ -177,12 +183,6 @@ def load_rows_once(
             "out what is behind the colon."
         )
     return rows
-
-
-# Saved with a run: one that was begun in another order cannot go on.
-ORDER = "each epoch a permutation of all rows, also of bad ones"
-WITHOUT_BAD = "each epoch a permutation of all rows"  # of earlier versions, which left out the bad rows that they found
-EPOCH, PASS = range(2)  # what a permutation is of, for its seed
 
 
 class Shuffled:

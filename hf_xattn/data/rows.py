@@ -51,6 +51,14 @@ SHOWN = """
     documents available_tools chat_template enable_thinking min_pixels max_pixels resized_height resized_width
 """.split()
 OPTIONAL = (SYSTEM, *PICTURES, *NOT_READ)
+# Keys under which a part may hold its image. The processor loads the image.
+IMAGE_SOURCES = (*IMAGES, *SOURCES)
+ASSISTANT = "assistant"
+COLUMNS = ("messages", "prompt", "completion", "images", "image", *NOT_READ)
+MARKER = "<image>"  # the place of a picture in a text
+# Roles of transformers' and TRL's chat templates. `ipython` is Llama's name for a tool, `function` OpenAI's old one.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+ROLES_ELSEWHERE = {**dict.fromkeys(("model", "gpt", "bot", "chatbot"), "assistant"), "human": "user"}
 
 
 def check_fields(row: Mapping[str, Any]) -> None:
@@ -115,16 +123,6 @@ def _near(name: str, known: Iterable[str], cutoff: float) -> str:
     return suggestion(
         lower, [e for e in alike if not lower.startswith(stems[e]) or len(lower) < len(stems[e]) + 2], cutoff
     )
-
-
-# Keys under which a part may hold its image. The processor loads the image.
-IMAGE_SOURCES = (*IMAGES, *SOURCES)
-ASSISTANT = "assistant"
-COLUMNS = ("messages", "prompt", "completion", "images", "image", *NOT_READ)
-MARKER = "<image>"  # the place of a picture in a text
-# Roles of transformers' and TRL's chat templates. `ipython` is Llama's name for a tool, `function` OpenAI's old one.
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-ROLES_ELSEWHERE = {**dict.fromkeys(("model", "gpt", "bot", "chatbot"), "assistant"), "human": "user"}
 
 
 class Conversation(NamedTuple):

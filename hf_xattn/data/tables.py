@@ -24,6 +24,8 @@ import numpy as np
 
 
 FORM = 1  # of what the package keeps: another one is found anew
+BOM = codecs.BOM_UTF8
+SPACE, COMMAS = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
 
 
 class Table:
@@ -216,10 +218,6 @@ def _broken_part(paths: list[str], names: list[str]) -> str | None:
                 return f"{name}, row {first} to row {last} (row group {number}) cannot be read"
             first = last + 1
     return None
-
-
-BOM = codecs.BOM_UTF8
-SPACE, COMMAS = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
 
 
 def json_files(paths: list[str]) -> list[Any]:

@@ -37,6 +37,12 @@ TEXT, BESIDE = "text alone", "text beside a picture"
 NO_PICTURE = "the data has no picture"
 NO_TEXT = "the data has no question without a picture"
 NO_USER = "no question without a picture has a user message, the place of a picture"
+NAMES = {MODEL: "accuracy", BLIND: "accuracy without the picture", FREQUENT: "accuracy of the most frequent answer"}
+TASK = "visual-question-answering"
+TEXT_TASK = "text-generation"
+AS_BASE = "text answers beside a picture that are the base's, word for word"
+CONTAINED = "text answers beside a picture that contain the right one"
+BASE = "text answers of the base that contain the right one"
 
 
 class Answered(NamedTuple):
@@ -281,14 +287,6 @@ def _content(part: dict[str, Any]) -> Any:
         return str(image)
     pixels = np.asarray(image)
     return pixels.shape, digest_of(pixels.tobytes())
-
-
-NAMES = {MODEL: "accuracy", BLIND: "accuracy without the picture", FREQUENT: "accuracy of the most frequent answer"}
-TASK = "visual-question-answering"
-TEXT_TASK = "text-generation"
-AS_BASE = "text answers beside a picture that are the base's, word for word"
-CONTAINED = "text answers beside a picture that contain the right one"
-BASE = "text answers of the base that contain the right one"
 
 
 def read_card(folder: Path) -> ModelCard:

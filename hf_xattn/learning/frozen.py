@@ -20,6 +20,11 @@ from ..utils.quantized_weights import is_packed, is_quantized
 
 
 logger = logging.get_logger(__name__)
+HALF = (torch.bfloat16, torch.float16)
+REMEDY = (
+    "Call `hf_xattn.train_in_float32(model)` and train with autocast (`bf16=True` of `TrainingArguments`). Ignore this "
+    "if your optimizer keeps float32 copies of the weights, as DeepSpeed's do."
+)
 
 
 def keep_frozen_in_eval(module: nn.Module) -> None:
@@ -112,13 +117,6 @@ def _require_gradient(tower: nn.Module | None, embedding: nn.Module, inputs: Any
     frozen = tower is not None and not tower.training  # a frozen tower stays in evaluation mode
     if not (frozen or torch.compiler.is_compiling()):
         output.requires_grad_(True)
-
-
-HALF = (torch.bfloat16, torch.float16)
-REMEDY = (
-    "Call `hf_xattn.train_in_float32(model)` and train with autocast (`bf16=True` of `TrainingArguments`). Ignore this "
-    "if your optimizer keeps float32 copies of the weights, as DeepSpeed's do."
-)
 
 
 def warn_of_half_precision(model: nn.Module) -> None:

@@ -48,6 +48,11 @@ from .vision_features import tower_of, tower_output
 
 
 KEPT = 2**30  # bytes of features that are kept from one pass to the next
+SOLVED = ("linear", "mlp", "mlp_2d")  # connectors whose last layer is one of weights alone
+PASSES = 3  # in which words are given to patches
+SHARPER = 2.0  # power of a patch's share of a word
+MOST_LARGER = 10.0  # times that a word is made larger at most: what is wrong in it grows too
+WORDS_AT_ONCE = 64
 
 
 class Pictures:
@@ -125,13 +130,6 @@ def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 def solved_layer(body: Any) -> Any:
     """The layer that is solved: the last one with weights. A code of places behind it has none."""
     return [layer for layer in body.connector.layers if isinstance(layer, nn.Linear)][-1]
-
-
-SOLVED = ("linear", "mlp", "mlp_2d")  # connectors whose last layer is one of weights alone
-PASSES = 3  # in which words are given to patches
-SHARPER = 2.0  # power of a patch's share of a word
-MOST_LARGER = 10.0  # times that a word is made larger at most: what is wrong in it grows too
-WORDS_AT_ONCE = 64
 
 
 class ConnectorAlignment(NamedTuple):

@@ -26,6 +26,11 @@ from ..processing_xattn import XAttnProcessor
 
 
 PENALTY = 1.0
+WORD = re.compile(r"\w+(?:['’-]\w+)*")
+MOST_WORDS = 4096  # the most frequent ones have a state
+PROMPTS = 4  # different beginnings of answers, of which a word's state is the mean
+TOLD = 0.04  # squared correlation with what is found in pictures that were not fitted; below it a word is left out
+MANY = 50  # pictures with a word, and without it: where there are fewer, it stays
 
 
 class RidgeSums:
@@ -85,13 +90,6 @@ def with_float64(tensor: torch.Tensor) -> torch.Tensor:
 def with_one(features: torch.Tensor) -> torch.Tensor:
     """The features and a constant, for the bias: `(count, inputs + 1)`."""
     return torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
-
-
-WORD = re.compile(r"\w+(?:['’-]\w+)*")
-MOST_WORDS = 4096  # the most frequent ones have a state
-PROMPTS = 4  # different beginnings of answers, of which a word's state is the mean
-TOLD = 0.04  # squared correlation with what is found in pictures that were not fitted; below it a word is left out
-MANY = 50  # pictures with a word, and without it: where there are fewer, it stays
 
 
 class CannotAlign(ValueError):

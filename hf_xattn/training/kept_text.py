@@ -44,6 +44,9 @@ from .collator import XAttnDataCollator
 from .launch import is_first_process, on_device, say
 
 
+KEPT_TEXT_FILE = "kept_text.jsonl"
+PROMPTS = Path(__file__).with_name("text_prompts.txt")  # those that come with the package
+BATCH, MAX_NEW_TOKENS = 16, 32
 SEARCHED = 4096  # rows behind one without a picture that are searched for one
 KNOWN = 2**16  # places that a reader remembers
 DISTILLED, TEACHER = "distilled", "teacher_"  # names in a batch
@@ -52,10 +55,7 @@ TURNED_OFF = "`--text-share 0` without `--distill-text` turns it off"
 NEUTRAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-def picture_source(part: Mapping[str, Any]) -> str | bytes:
-    """The picture of a part, as the column `images` takes it."""
-    picture = picture_of(part)
-    return picture if isinstance(picture, bytes) else str(picture)
+TextRow = dict[str, Any]  # `messages`: a prompt, and the text model's answer
 
 
 def beside(row: Mapping[str, Any], picture: Any) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class DistillingReader(RowReader):
     def batch_of(self, read: Sequence[tuple[Place, dict[str, Any]]]) -> Any:
         while True:
             chosen = [self._picture_for(place, row) for place, row in read]
-            pictures = [None if each is None else _first_picture(each[1]) for each in chosen]
+            pictures = [None if each is None else picture_of(picture_parts(each[1])[0]) for each in chosen]
             try:
                 return self.distilling([row for _, row in read], pictures)
             except (TypeError, ValueError):
@@ -170,7 +170,7 @@ class DistillingReader(RowReader):
         """Whether a picture among the chosen ones cannot be used. It is not chosen again."""
         found = False
         for place, row in chosen:
-            error = self.distilling.error_of(_first_picture(row))
+            error = self.distilling.error_of(picture_of(picture_parts(row)[0]))
             if error is None:
                 continue
             rows, index = resolved(place)
@@ -186,17 +186,6 @@ def _read(place: Place) -> dict[str, Any] | None:
         return rows.read(index)
     except (TypeError, ValueError):  # named when its own turn comes
         return None
-
-
-def _first_picture(row: dict[str, Any]) -> str | bytes:
-    return picture_source(picture_parts(row)[0])
-
-
-KEPT_TEXT_FILE = "kept_text.jsonl"
-PROMPTS = Path(__file__).with_name("text_prompts.txt")  # those that come with the package
-BATCH, MAX_NEW_TOKENS = 16, 32
-
-TextRow = dict[str, Any]  # `messages`: a prompt, and the text model's answer
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -294,11 +283,11 @@ def _fitting(rows: Sequence[TextRow], collate: DistillingCollator, picture: Any)
     if picture is None:
         return list(rows), None
 
-    def beside(read: list[TextRow]) -> Any:
+    def shown(read: list[TextRow]) -> Any:
         return collate(read, [picture] * len(read))
 
     held = Rows([source_of(rows, Path(), 1.0)], CAPTION_PROMPT)
-    problems, _ = find_problems(held, range(len(held)), beside)
+    problems, _ = find_problems(held, range(len(held)), shown)
     bad = {problem.row for problem in problems}
     kept = [row for index, row in enumerate(rows) if index not in bad]
     return kept, problems[0].reason if problems else None

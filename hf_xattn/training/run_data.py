@@ -21,7 +21,6 @@ from .kept_text import (
     DistillingCollator,
     DistillingReader,
     TextRow,
-    picture_source,
     read_prompts,
     source_of,
 )
@@ -226,7 +225,7 @@ class RunData:
     def some_picture(self, distilling: DistillingCollator) -> Any:
         """A picture of the data that a text can stand beside. None if none of those that are looked at can be used."""
         parts = (part for index in _some(self.rows, STREAM_ROWS) for part in self._pictures_of(index) or [])
-        tried = islice(map(picture_source, parts), MOST_TRIED)
+        tried = islice(map(picture_of, parts), MOST_TRIED)
         return next((each for each in tried if distilling.error_of(each) is None), None)
 
     def _check_rows(self, collate: Collate) -> None:

@@ -28,6 +28,13 @@ STATE = "trainer_state.json"
 NUMBERED = re.compile(r"checkpoint-(\d+)")
 WEIGHTS = ("*.safetensors", "*.bin", "*.distcp", "*.pt")
 BESIDE_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")
+OPTIONS_FILE = "training.json"
+UNFINISHED = f".{OPTIONS_FILE}.part"  # the options while they are written
+CHECKPOINTS = "checkpoints"
+# Names beside the options: the digest of the text model's answers, and how the model starts.
+KEPT, START = "kept_text", "start"
+# How a run was launched, in the words of an error: `Trainer` reads other batches if it differs.
+LAUNCHED = {"processes": "process(es)", "gpus": "GPU(s) for a process"}
 
 
 def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -126,15 +133,6 @@ def _is_whole(path: Path) -> bool:
             is_zip = file.read(2) == b"PK"
         return path.stat().st_size > 0 and (not is_zip or zipfile.is_zipfile(path))  # a zip file's directory is its end
     return True
-
-
-OPTIONS_FILE = "training.json"
-UNFINISHED = f".{OPTIONS_FILE}.part"  # the options while they are written
-CHECKPOINTS = "checkpoints"
-# Names beside the options: the digest of the text model's answers, and how the model starts.
-KEPT, START = "kept_text", "start"
-# How a run was launched, in the words of an error: `Trainer` reads other batches if it differs.
-LAUNCHED = {"processes": "process(es)", "gpus": "GPU(s) for a process"}
 
 
 def check_resumed(output: Path, saved: dict[str, Any]) -> dict[str, Any]:

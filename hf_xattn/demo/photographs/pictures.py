@@ -23,6 +23,12 @@ from PIL import Image, ImageEnhance, ImageFilter
 
 
 NEVER = "NEVER"
+INSTALLED = Path("/")
+MAGIC = b"!<arch>\n"  # of an `ar` archive
+TRAINED_GROUNDS = ("Aqua.jpg", "Blinds.jpg", "GreenMeadow.jpg", "Storm.jpg", "Wood.jpg")
+OTHER_GROUNDS = ("Dune.jpg", "RainDrops.jpg")
+SIDE = 448  # pixels of a picture
+SHARE_OF_PHOTOGRAPHS = 0.5  # among the grounds; the others are plain, or of two colours
 
 
 class Thing(NamedTuple):
@@ -90,12 +96,6 @@ class Package(NamedTuple):
 
 STAMPS = Package("tuxpaint-stamps-default", "usr/share/tuxpaint/stamps")
 GROUNDS = Package("mate-backgrounds", "usr/share/backgrounds/mate/nature")
-INSTALLED = Path("/")
-MAGIC = b"!<arch>\n"  # of an `ar` archive
-TRAINED_GROUNDS = ("Aqua.jpg", "Blinds.jpg", "GreenMeadow.jpg", "Storm.jpg", "Wood.jpg")
-OTHER_GROUNDS = ("Dune.jpg", "RainDrops.jpg")
-SIDE = 448  # pixels of a picture
-SHARE_OF_PHOTOGRAPHS = 0.5  # among the grounds; the others are plain, or of two colours
 
 
 class Placed(NamedTuple):

@@ -19,6 +19,13 @@ from .pictures import Pictures, Placed, Thing, of_kind
 Phrasings = Mapping[str, Sequence[str]]
 NUMBERS = ("no", "one", "two", "three", "four")
 SIDES = ("left", "right")
+PICTURES = 3000  # to train on
+EACH, OTHERS = 40, 1  # held-out questions of a kind about trained photographs; pictures of each other photograph
+COUNTS, SHARES = (1, 2, 3, 4), (0.4, 0.36, 0.12, 0.12)  # things in a picture
+QUESTIONS = 4  # of a chat
+SHARE_OF_SINGLE = 0.2  # rows of one question
+KNOWN, PHOTOGRAPH, DRAWING, NEVER = "trained photographs", "another photograph", "a drawing", "never seen"
+OF_EACH = {"name": 1, "kind": 1, "at side": 2, "side": 2, "how many": None, "is there": None, "caption": None}
 
 
 def _read_phrasings() -> tuple[Phrasings, Phrasings]:
@@ -81,15 +88,6 @@ def ask(
 
 def _sentence(words: str) -> str:
     return f"{words[0].upper()}{words[1:]}."
-
-
-PICTURES = 3000  # to train on
-EACH, OTHERS = 40, 1  # held-out questions of a kind about trained photographs; pictures of each other photograph
-COUNTS, SHARES = (1, 2, 3, 4), (0.4, 0.36, 0.12, 0.12)  # things in a picture
-QUESTIONS = 4  # of a chat
-SHARE_OF_SINGLE = 0.2  # rows of one question
-KNOWN, PHOTOGRAPH, DRAWING, NEVER = "trained photographs", "another photograph", "a drawing", "never seen"
-OF_EACH = {"name": 1, "kind": 1, "at side": 2, "side": 2, "how many": None, "is there": None, "caption": None}
 
 
 def train_rows(pictures: Pictures, things: list[Thing], count: int, seed: int) -> Iterator[tuple[Any, dict[str, Any]]]:
