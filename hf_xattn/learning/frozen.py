@@ -5,7 +5,6 @@ what trains is stored in half precision.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -132,11 +131,8 @@ def warn_of_half_precision(model: nn.Module) -> None:
     count, total = (sum(weight.numel() for weight in weights) for weights in (narrow, learning))
     # Lost for certain is less than a quarter of the distance between a value and the next larger one.
     fraction = round(4 / max(torch.finfo(weight.dtype).eps for weight in narrow))
+    kinds = " and ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in narrow}))
     logger.warning_once(
-        f"{count:,} of {total:,} values that train are stored in {_names(narrow)}. Updates smaller than 1/{fraction} "
+        f"{count:,} of {total:,} values that train are stored in {kinds}. Updates smaller than 1/{fraction} "
         f"of a value are lost there: with AdamW and a small learning rate, most. {REMEDY}"
     )
-
-
-def _names(weights: Iterable[torch.Tensor]) -> str:
-    return " and ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from ..evaluation.questions import Question
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
 from ..utils.whole_folder import replace_file
-from .bad_rows import BadRowError, BadRowsFile, Place, RowReader, find_problems, reason_of, resolved
+from .bad_rows import BadRowError, Place, Problem, RowReader, find_problems, reason_of, resolved
 from .collator import XAttnDataCollator
 from .launch import is_first_process, on_device, say
 
@@ -130,8 +130,8 @@ class DistillingReader(RowReader):
     Rows to evaluate on stay as they are. Arguments as of [`RowReader`].
     """
 
-    def __init__(self, collate: XAttnDataCollator, file: BadRowsFile | None):
-        super().__init__(collate, file)
+    def __init__(self, collate: XAttnDataCollator, on_bad: Callable[[Rows, Problem], Any] | None):
+        super().__init__(collate, on_bad)
         self.distilling = DistillingCollator(collate)
         self._has_picture: dict[int, bool] = {}  # of places of the run: what the data say, however often it is asked
 
@@ -174,7 +174,7 @@ class DistillingReader(RowReader):
             if error is None:
                 continue
             rows, index = resolved(place)
-            if self.file is None:  # else it is named when its own turn comes
+            if self.on_bad is None:  # else it is named when its own turn comes
                 self.refuse(place, reason_of(row, error, rows.folder_of(index)))
             found, self._has_picture[place.place] = True, False
         return found
