@@ -15,9 +15,17 @@ from .registration import register_classes, register_names
 from .retrofit import remove_blocks, retrofit
 from .training.alignment import align_connector
 from .training.collator import XAttnDataCollator
-from .training.complete_checkpoints import last_complete_checkpoint
-from .training.freezing import added_modules, freeze, freeze_base, lora_targets, training_table
-from .training.parameter_groups import parameter_groups, sharding_units, train_in_float32
+from .training.freezing import (
+    added_modules,
+    freeze,
+    freeze_base,
+    lora_targets,
+    parameter_groups,
+    sharding_units,
+    train_in_float32,
+    training_table,
+)
+from .training.run_folder import last_complete_checkpoint
 from .training.vision_features import VisionFeatures
 from .utils.parts import register_connector, register_gate, register_position
 from .utils.transformers_api import warn_of_version

@@ -42,7 +42,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import get_cosine_schedule_with_warmup, set_seed
 
 from hf_xattn import load_rows
-from hf_xattn.data.order import Shuffled
+from hf_xattn.data.loading import Shuffled
 from hf_xattn.evaluation.answers import normalised
 from hf_xattn.evaluation.evaluation import Asker, inputs_of
 from hf_xattn.evaluation.questions import Question, beside_pictures, questions_of

@@ -14,7 +14,7 @@ from transformers import AutoProcessor, ViTConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, XAttnProcessor, freeze_base, remove_blocks
-from hf_xattn.training.parameter_groups import starts_at_zero
+from hf_xattn.training.freezing import starts_at_zero
 
 
 DESIGNS = BLOCKS, PROJECTOR, LORA = ("blocks", "projector", "lora")

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, SiglipVisionConfig
 
 import hf_xattn
 from hf_xattn.commands.main import main as command
-from hf_xattn.data.order import Shuffled
+from hf_xattn.data.loading import Shuffled
 from hf_xattn.training.bad_rows import Places, RowReader
 
 

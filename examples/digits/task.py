@@ -22,8 +22,16 @@ from transformers import (
 )
 
 from hf_xattn import XAttnProcessor, freeze_base, retrofit
-from hf_xattn.demo.canvases import PROMPT, WORDS, Canvas, CanvasDataset, DigitPool, picture_of
-from hf_xattn.demo.checkpoints import make_text_checkpoint, make_vision_checkpoint
+from hf_xattn.demo.canvases import (
+    PROMPT,
+    WORDS,
+    Canvas,
+    CanvasDataset,
+    DigitPool,
+    make_text_checkpoint,
+    make_vision_checkpoint,
+    picture_of,
+)
 
 
 # With tensors this small a second thread hardly helps, and on busy cores it is several times slower.

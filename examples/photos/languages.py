@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_xattn.demo.photographs.pictures import STAMPS, Pictures, Placed, read_bytes
+from hf_xattn.demo.photographs.pictures import STAMPS, Pictures, Placed, Thing, read_bytes
 from hf_xattn.demo.photographs.rows import choose
-from hf_xattn.demo.photographs.things import Thing
 
 
 class Language(NamedTuple):

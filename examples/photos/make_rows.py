@@ -18,10 +18,16 @@ from typing import Any
 
 import languages
 
-from hf_xattn.demo.photographs.pictures import INSTALLED, Pictures
-from hf_xattn.demo.photographs.questions import NEW_PHRASINGS, PHRASINGS
-from hf_xattn.demo.photographs.rows import PICTURES, asked_rows, train_rows, write_held_out, write_rows
-from hf_xattn.demo.photographs.things import Thing, read_table
+from hf_xattn.demo.photographs.pictures import INSTALLED, Pictures, Thing, read_table
+from hf_xattn.demo.photographs.rows import (
+    NEW_PHRASINGS,
+    PHRASINGS,
+    PICTURES,
+    asked_rows,
+    train_rows,
+    write_held_out,
+    write_rows,
+)
 
 
 sys.path.append(str(Path(__file__).parents[1]))  # where sealed_list.py is

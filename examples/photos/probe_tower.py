@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from hf_xattn.demo.photographs.pictures import INSTALLED, SIDE, Pictures, Placed
+from hf_xattn.demo.photographs.pictures import INSTALLED, SIDE, Pictures, Placed, Thing, read_table
 from hf_xattn.demo.photographs.rows import choose
-from hf_xattn.demo.photographs.things import Thing, read_table
 from hf_xattn.demo.photographs.tower import make_tower
 
 

@@ -18,8 +18,7 @@ from ..configuration_xattn import XAttnConfig
 from ..decoders.insertion import BLOCKS, check_insertable
 from ..layers.block import GatedCrossAttentionBlock
 from ..learning.activation_wrappers import refuse_reentrant
-from ..learning.frozen import give_gradient_to_inputs, keep_frozen_in_eval
-from ..learning.lost_updates import warn_of_half_precision
+from ..learning.frozen import give_gradient_to_inputs, keep_frozen_in_eval, warn_of_half_precision
 from ..learning.sharding import XAttnUnitsMixin, block_plan, fsdp_plan
 from ..parts.towers import check_tower_class, check_tower_config
 from ..parts.vocabulary import extend_vocabulary

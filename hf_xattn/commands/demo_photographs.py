@@ -20,12 +20,11 @@ from ..checkpoints.bases import text_config_of, vision_config_of
 from ..checkpoints.gguf_files import split_gguf
 from ..data.loading import load_rows_once
 from ..data.pictures import picture_of
-from ..demo.photographs.pictures import INSTALLED, Pictures
-from ..demo.photographs.rows import EACH, OTHERS, PICTURES, write_held_out, write_training
+from ..demo.photographs.pictures import INSTALLED, Pictures, read_table
+from ..demo.photographs.rows import EACH, OTHERS, PICTURES, train_rows, write_held_out, write_rows
 from ..demo.photographs.sheet import chosen, draw_questions
-from ..demo.photographs.things import read_table
 from ..demo.photographs.tower import find_weights, save_tower
-from ..demo.report import prepared, print_table, save_examples, say
+from ..demo.run import prepared, print_table, save_examples, say
 from ..evaluation.answers import Scores
 from ..evaluation.evaluation import ANOTHER, BLIND, FREQUENT, MODEL, Evaluation
 from ..evaluation.questions import Question, questions_of
@@ -75,7 +74,8 @@ class OfPhotographs:
 
     def make(self) -> list[str]:
         """Writes the rows. Returns the options of `hf-xattn train` that name them."""
-        write_training(self.train, self.pictures, self.things, 8 if self.quick else PICTURES, self.seed)
+        count = 8 if self.quick else PICTURES
+        write_rows(self.train, train_rows(self.pictures, self.things, count, self.seed))
         each, others = (1, 0) if self.quick else (EACH, OTHERS)
         write_held_out(self.held_out, self.pictures, self.things, self.seed, each, others)
         return ["--data", str(self.train)]

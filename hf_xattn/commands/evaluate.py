@@ -47,7 +47,7 @@ def register_eval(commands: argparse._SubParsersAction) -> None:
 def run_eval(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.model)
     if arguments.card:
-        from ..evaluation.card import read_card
+        from ..evaluation.evaluation import read_card
 
         read_card(folder)
     questions = questions_of_data(arguments)
@@ -61,7 +61,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     else:
         print("\n".join(_table(found)))
     if arguments.card:
-        from ..evaluation.card import write_results
+        from ..evaluation.evaluation import write_results
 
         data = Path(arguments.data).resolve()
         first = "" if arguments.limit is None else f", first {len(questions)} questions"

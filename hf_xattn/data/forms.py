@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.request import url2pathname
 
 from ..processing.chat_messages import IMAGES, parts_of
 from ..utils.keywords import suggestion
-from .fields import FORMS, PICTURES, SYSTEM
 from .pictures import content_of
-from .rows import IMAGE_SOURCES, read_row
+from .rows import FORMS, IMAGE_SOURCES, PICTURES, SYSTEM, read_row
 from .tar_shards import OWN_PICTURES, endings
 
 
@@ -53,12 +52,12 @@ def row_of(example: Mapping[str, Any], folder: Path, prompt: str) -> dict[str, A
         del example["caption"]  # shards of img2dataset have it in both of their files
     form = _form_of(example)
     pictures = _pictures(example)
-    made = _MESSAGES_OF.get(form[0], _as_they_are)(example, prompt)
+    made = _MESSAGES_OF[form[0]](example, prompt) if form[0] in _MESSAGES_OF else {name: example[name] for name in form}
     others = {name: value for name, value in example.items() if name not in (*form, *PICTURES, SYSTEM, OWN_PICTURES)}
-    if form[0] in ("text", "caption") and not pictures:
-        raise ValueError("a caption needs the field 'file_name' or 'image'")
     system = {SYSTEM: example[SYSTEM]} if SYSTEM in example else {}
     read = read_row({**others, **made, **system, **({"images": pictures} if pictures else {})})
+    if form[0] in ("text", "caption") and not pictures:
+        raise ValueError("a caption needs the field 'file_name' or 'image'")
     messages = [_with_files(message, folder) for message in read.messages]
     if not any(part["type"] in IMAGES for message in messages for part in parts_of(message)):
         _check_no_pictures(others)
@@ -72,24 +71,16 @@ def _form_of(example: Mapping[str, Any]) -> tuple[str, ...]:
     forms = [form for form in FORMS if any(name in example for name in form)]
     given = sorted(name for name in example if name != OWN_PICTURES)
     if len(forms) != 1:
-        _check_names(given, [name for form in FORMS for name in form])
-        raise ValueError(f"expected the fields of one of {[list(form) for form in FORMS]}, got {given}")
-    if not any(name in example for name in (*PICTURES, OWN_PICTURES)):  # a picture under another name would be missed
-        _check_names([name for name in given if not isinstance(example[name], (int, float))], PICTURES, 0.8)
+        known = [name for form in FORMS for name in form]
+        others = [name for name in given if name not in (*known, *PICTURES, SYSTEM)]
+        hint = next((found for name in others if (found := suggestion(name, known))), "")
+        raise ValueError(f"expected the fields of one of {[list(form) for form in FORMS]}, got {given}.{hint}")
     for name in forms[0]:
         if name not in example:
             raise ValueError(f"the field {name!r} is missing, got {given}")
         if forms[0] in TEXTS and not (isinstance(example[name], str) and example[name].strip()):
             raise ValueError(f"{name!r} must be a text that is not empty, got {example[name]!r}")
     return forms[0]
-
-
-def _check_names(given: Sequence[str], known: Sequence[str], cutoff: float = 0.6) -> None:
-    """Raises a `ValueError` for a field whose name is close to a known one."""
-    every = [*PICTURES, SYSTEM, *(name for form in FORMS for name in form)]
-    for name in given:
-        if name not in every and (hint := suggestion(name, known, cutoff)):
-            raise ValueError(f"unknown field {name!r}.{hint} Known are {every}")
 
 
 def _check_no_pictures(others: Mapping[str, Any]) -> None:
@@ -143,14 +134,6 @@ def _is_picture(image: Any) -> bool:
     return isinstance(image, (str, bytes)) and bool(image)
 
 
-def _as_they_are(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
-    return {name: example[name] for name in ("messages", "prompt", "completion") if name in example}
-
-
-def _question(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
-    return _asked(example["question"], example["answer"])
-
-
 def _asked(question: str, answer: str) -> dict[str, Messages]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
@@ -193,7 +176,7 @@ def _texts(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
 _MESSAGES_OF: dict[str, Callable[[Mapping[str, Any], str], dict[str, Messages]]] = {
     "text": lambda example, prompt: _asked(prompt, example["text"]),
     "caption": lambda example, prompt: _asked(prompt, example["caption"]),
-    "question": _question,
+    "question": lambda example, _: _asked(example["question"], example["answer"]),
     "conversations": _conversations,
     "texts": _texts,
 }

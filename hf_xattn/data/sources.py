@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ..utils.checkpoint_files import check_path
-from .json_files import json_files
-from .tables import library, parquet_files, saved_table
+from .tables import json_files, library, parquet_files, saved_table
 from .tar_shards import tar_files
 
 
@@ -193,17 +192,14 @@ def _data_set(path: str, config: str | None = None, split: str | None = None) ->
     files = builder.config.data_files or {}
     kind = type(builder).__module__.rpartition(".")[2]
     if kind in ("parquet", "json", "webdataset"):
-        manager, names = datasets.DownloadManager(), [_local(file) for file in _split_of(files, path, split)]
+        manager = datasets.DownloadManager()
+        names = [file.removeprefix("file://") for file in _split_of(files, path, split)]
         if kind == "json":
             return json_files(manager.download_and_extract(names))  # `.jsonl.gz` too
         paths = manager.download(names)
         return tar_files(paths) if kind == "webdataset" else parquet_files(paths, names)
     builder.download_and_prepare()
     return [saved_table(_split_of(builder.as_dataset(), path, split), path)]
-
-
-def _local(path: str) -> str:
-    return path.removeprefix("file://")
 
 
 def _split_of(splits: Any, path: str, split: str | None) -> Any:

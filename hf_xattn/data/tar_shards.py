@@ -20,8 +20,7 @@ from typing import Any
 from PIL import Image
 
 from ..processing.stray_images import is_picture
-from .json_files import read_json
-from .tables import Table, converted
+from .tables import Table, converted, read_json
 
 
 # Pictures that Pillow does not read, and arrays, as which other programs keep some. `mimetypes` knows most of the rest.
@@ -125,7 +124,9 @@ class Shard(Table):
                     if again := sorted(found.keys() & fields.keys()):
                         raise ValueError(f"expected a field once in a sample, got {again} again in {name}")
                     found |= fields
-                elif _is_other_picture(name, extension):
+                elif (mimetypes.guess_type(name, strict=False)[0] or "").startswith(("image/", "video/")) or (
+                    extension.endswith(OTHER_PICTURES)
+                ):
                     raise ValueError(f"expected pictures of a kind that Pillow reads, got {name}")
                 elif is_picture(os.pread(file.fileno(), min(size, HEAD), start)):
                     raise ValueError(f"expected the picture to have the ending of its kind, such as .jpg, got {name}")
@@ -140,11 +141,6 @@ class Shard(Table):
 
     def _members(self, place: int) -> list[tuple[str, int, int]]:
         return json.loads(super().example(place)["text"])
-
-
-def _is_other_picture(name: str, extension: str) -> bool:
-    kind = mimetypes.guess_type(name, strict=False)[0] or ""
-    return kind.startswith(("image/", "video/")) or extension.endswith(OTHER_PICTURES)
 
 
 def _in_numbers(extension: str) -> list[tuple[int, str]]:

@@ -4,8 +4,7 @@ Only parts of the second one are here: `hf_xattn/commands/demo_photographs.py` r
 """
 
 from .canvases import PROMPT
-from .report import example_images
-from .run import run
+from .run import example_images, run
 
 
 __all__ = ["PROMPT", "example_images", "run"]

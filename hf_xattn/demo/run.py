@@ -1,15 +1,20 @@
-"""The demo with a text model of its own: its stages and its figures."""
+"""The demo with a text model of its own: its stages, its figures, and what it leaves behind.
+
+It draws where the model looked. That is attention, not an explanation.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -22,20 +27,32 @@ from transformers import (
 
 from .. import XAttnProcessor, freeze_base, retrofit
 from ..checkpoints.model_card import write_model_card
+from ..maps.attention_maps import AttentionMaps, attention_maps
+from ..maps.heat import lit
 from ..utils.transformers_api import AutoImageProcessor
-from .canvases import PROMPT, WORDS, Canvas, CanvasDataset, DigitPool, picture_of, sentence
-from .checkpoints import make_text_checkpoint, make_vision_checkpoint, one_thread
-from .report import (
-    attention_on_digits,
-    draw_answers,
-    draw_attention,
-    example_images,
-    prepared,
-    print_table,
-    save_examples,
-    say,
-    shown,
+from .canvases import (
+    HEIGHT,
+    PATCH,
+    PROMPT,
+    WIDTH,
+    WORDS,
+    Canvas,
+    CanvasDataset,
+    DigitPool,
+    make_text_checkpoint,
+    make_vision_checkpoint,
+    one_thread,
+    picture_of,
+    sentence,
 )
+
+
+MARK = "made-by-hf-xattn-demo"  # a file that marks a folder of the demo, which a later run may overwrite
+SHARES = ("right", "attention", "accuracy")  # names of figures that are shares
+# Of the sheets of canvases, in pixels.
+SCALED = 5 * WIDTH, 5 * HEIGHT
+SPACE, LINE = 10, 20
+Cell = tuple[Image.Image, str, bool]  # a canvas, the words below it, and whether they are right
 
 
 @one_thread()  # of tensors this small
@@ -100,7 +117,6 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
         "text-only logits bit-identical after training": _same_as_base(model, output, tokenizer),
         **attention_on_digits(model, processor, canvases, pictures),
         **_count_projections(model, processor, pictures[0]),
-        **_speed(model, processor, pictures[:16], repeats=1 if quick else 3),
         "minutes": (time.perf_counter() - start) / 60,
     }
     named = (f"{index}-{'-'.join(map(str, canvas.digits))}" for index, canvas in enumerate(canvases[:8]))
@@ -182,21 +198,6 @@ def _count_projections(model, processor, picture) -> dict[str, Any]:
     return {"K/V projections in 8 steps": len(counts), "blocks": len(model.blocks)}
 
 
-def _speed(model, processor, pictures: list, repeats: int) -> dict[str, float]:
-    """Measures the tokens a second of the same call, with and without a cache."""
-    inputs = processor(text=[PROMPT] * len(pictures), images=pictures).to(model.device)
-    times: dict[bool, float] = {}
-    for use_cache in (True, False):
-        for _ in range(repeats):
-            start = time.perf_counter()
-            model.generate(**inputs, max_new_tokens=48, min_new_tokens=48, do_sample=False, use_cache=use_cache)
-            times[use_cache] = min(times.get(use_cache, float("inf")), time.perf_counter() - start)
-    return {
-        "tokens a second, with cache": 48 * len(pictures) / times[True],
-        "tokens a second, without": 48 * len(pictures) / times[False],
-    }
-
-
 def _print_results(results: dict[str, Any], output: Path) -> None:
     print_table(results)
     print(f"\nA few canvases with what the model said: {output / 'canvases.png'}")
@@ -205,3 +206,123 @@ def _print_results(results: dict[str, Any], output: Path) -> None:
     image = str(example_images(output)[0])
     command = ["hf-xattn", "generate", str(output / "model"), "--image", image, "--prompt", PROMPT]
     print(f"Next: {shlex.join(command)}")
+
+
+def prepared(output: Path) -> Path:
+    """Makes the demo's folder. Raises a `ValueError` for a file, or a folder with files of something else."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"`output` ({output}) must be a folder, got a file.")
+    if output.is_dir() and any(output.iterdir()) and not (output / MARK).exists():
+        raise ValueError(
+            f"`output` ({output}) must be a new folder, an empty one or one of the demo, got a folder with other files."
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MARK).touch()
+    return output
+
+
+def save_examples(output: Path, pictures: Mapping[str, Image.Image]) -> None:
+    """Saves pictures under their names, in place of those of an earlier run."""
+    folder = output / "examples"
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.png"):
+        old.unlink()
+    for name, picture in pictures.items():
+        picture.save(folder / f"{name}.png")
+
+
+def example_images(output: str | Path) -> list[Path]:
+    """Returns the held-out pictures that a demo saved. The name of a canvas holds its digits."""
+    return sorted((Path(output) / "examples").glob("*.png"))
+
+
+def say(text: str) -> None:
+    print(f"\n{text}", flush=True)
+
+
+def shown(name: str, value: Any) -> str:
+    """A figure as the table shows it."""
+    if isinstance(value, float):
+        return f"{value:.1%}" if any(word in name for word in SHARES) else f"{value:.1f}"
+    return {True: "yes", False: "NO"}[value] if isinstance(value, bool) else str(value)
+
+
+def print_table(results: dict[str, Any]) -> None:
+    print()
+    for name, value in results.items():
+        print(f"{name:<50} {shown(name, value):>10}")
+
+
+def attention_on_digits(model, processor, canvases: list[Canvas], pictures: list) -> dict[str, float]:
+    """Measures how much of the attention lies on the patch of the digit that is being named.
+
+    A digit is named at the position in front of its word. Digits that the model gets wrong count too.
+
+    Returns the share for each block, mean over digits and heads, and the share of a patch if the attention were even.
+    """
+    shares: dict[int, list[float]] = {}
+    tokens = 0
+    for start in range(0, len(canvases), 100):
+        maps = _maps(model, processor, pictures[start : start + 100])
+        tokens = maps.weights[0].shape[-1]
+        for row, canvas in enumerate(canvases[start : start + 100]):
+            for layer in maps.layers:
+                grid = maps.grid(row=row, layer=layer, head="mean")
+                shares.setdefault(layer, []).extend(
+                    grid[position, y // PATCH, x // PATCH].item()
+                    for position, (y, x) in zip(_naming(maps, canvas), canvas.corners)
+                )
+    found = {f"attention on the digit, layer {layer}": sum(each) / len(each) for layer, each in shares.items()}
+    return {**found, "attention on the digit, if it were even": 1 / tokens}
+
+
+def _maps(model, processor, pictures: list) -> AttentionMaps:
+    inputs = processor(text=[PROMPT] * len(pictures), images=pictures).to(model.device)
+    return attention_maps(model, inputs, max_new_tokens=8, do_sample=False)
+
+
+def _naming(maps: AttentionMaps, canvas: Canvas) -> list[int]:
+    """Positions that choose the words of the digits: `digits : first [seven] second [two]`."""
+    last = maps.tokens.shape[1] - 1
+    return [min(maps.num_given + 2 * place, last) for place in range(len(canvas.digits))]
+
+
+def draw_answers(path: Path, canvases: list[Canvas], pictures: list, readings: list[list[str]]) -> None:
+    """Draws eight canvases with the words that the model read."""
+    cells = []
+    for canvas, picture, words in zip(canvases[:8], pictures, readings):
+        right = words[1::2] == [WORDS[digit] for digit in canvas.digits]
+        cells.append((_scaled(picture), " ".join(words[1::2]), right))
+    _draw(path, [cells[start : start + 2] for start in range(0, 8, 2)])
+
+
+def draw_attention(path: Path, model, processor, canvases: list[Canvas], pictures: list) -> None:
+    """Draws three canvases with three digits, once for each word: the brighter a patch, the more attention it gets."""
+    chosen = [index for index, canvas in enumerate(canvases) if len(canvas.digits) == 3][:3] or [0]
+    maps = _maps(model, processor, [pictures[index] for index in chosen])
+    rows: list[list[Cell]] = []
+    for row, index in enumerate(chosen):
+        grid, cells = maps.grid(row=row, layer="mean", head="mean"), []
+        for digit, position in zip(canvases[index].digits, _naming(maps, canvases[index])):
+            heat = grid[position] / grid[position].max().clamp(min=1e-6)
+            word = processor.decode(maps.tokens[row, min(position + 1, maps.tokens.shape[1] - 1)])
+            cells.append((lit(_scaled(pictures[index]), heat), word, word == WORDS[digit]))
+        rows.append(cells)
+    _draw(path, rows)
+
+
+def _scaled(picture: Image.Image) -> Image.Image:
+    return picture.resize(SCALED, Image.Resampling.NEAREST)
+
+
+def _draw(path: Path, rows: list[list[Cell]]) -> None:
+    """Saves a sheet of scaled canvases, each above a text, which is red if it is wrong."""
+    width, height = SCALED[0] + SPACE, SCALED[1] + LINE + SPACE
+    sheet = Image.new("RGB", (max(map(len, rows)) * width + SPACE, len(rows) * height + SPACE), "white")
+    pen = ImageDraw.Draw(sheet)
+    for row, cells in enumerate(rows):
+        for column, (picture, text, right) in enumerate(cells):
+            x, y = SPACE + column * width, SPACE + row * height
+            sheet.paste(picture, (x, y))
+            pen.text((x + 2, y + SCALED[1] + 4), text, fill="black" if right else "red")
+    sheet.save(path)

@@ -1,4 +1,9 @@
-"""Asks a model questions in several ways. A share of right answers says little alone: what would it be by guessing?"""
+"""Asks a model questions in several ways. A share of right answers says little alone: what would it be by guessing?
+
+Questions without a picture are asked beside one, too. Without a picture the blocks change nothing, so the model answers
+as its base. Beside a picture that does not matter nothing ensures that: this measures how much of the base's answers is
+left.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from huggingface_hub import EvalResult, ModelCard
 from tqdm.auto import tqdm
 
 from ..checkpoints.own_parts import refuse_adapter_layers
@@ -19,15 +25,24 @@ from ..data.pictures import digest_of
 from ..data.rows import IMAGE_SOURCES
 from ..modeling_xattn import XAttnForConditionalGeneration
 from .answers import Scores, Share, normalised
-from .questions import Messages, Question, other_pictures
-from .text_ability import BESIDE, TextBesidePicture, ask_beside
+from .questions import Messages, Question, beside_pictures, other_pictures
 
 
 # Tokens of an answer beyond the longest expected one, before it counts as cut.
 MARGIN = 8
 MODEL, BLIND, ANOTHER = "the model", "without the picture", "with another picture"
 FREQUENT = "always the most frequent answer"
-TEXT = "text alone"
+TEXT, BESIDE = "text alone", "text beside a picture"
+# Why text beside a picture was not measured.
+NO_PICTURE = "the data has no picture"
+NO_TEXT = "the data has no question without a picture"
+NO_USER = "no question without a picture has a user message, the place of a picture"
+NAMES = {MODEL: "accuracy", BLIND: "accuracy without the picture", FREQUENT: "accuracy of the most frequent answer"}
+TASK = "visual-question-answering"
+TEXT_TASK = "text-generation"
+AS_BASE = "text answers beside a picture that are the base's, word for word"
+CONTAINED = "text answers beside a picture that contain the right one"
+BASE = "text answers of the base that contain the right one"
 
 
 class Answered(NamedTuple):
@@ -36,6 +51,15 @@ class Answered(NamedTuple):
 
 
 Answers = dict[str, list[Answered]]  # of each way to ask
+
+
+class TextBesidePicture(NamedTuple):
+    """The same questions, answered by the model beside a picture of another row, and by its base without one."""
+
+    as_base: Share  # answered word for word as the base answers without the picture
+    model: Scores
+    base: Scores
+    left_out: int = 0  # questions without a user message, the place of a picture
 
 
 @dataclass
@@ -55,18 +79,23 @@ class Evaluation:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "pictures": {way: scores.as_dict() for way, scores in self.ways.items()},
-            "groups": {
-                group: {way: scores.as_dict() for way, scores in ways.items()} for group, ways in self.groups.items()
-            },
-            "text": None if self.text is None else self.text.as_dict(),
-            "text_groups": {group: scores.as_dict() for group, scores in self.text_groups.items()},
-            "as_base": None if self.as_base is None else self.as_base.as_dict(),
-            "text_beside_picture": None if self.beside is None else self.beside.as_dict(),
+            "pictures": _plain(self.ways),
+            "groups": _plain(self.groups),
+            "text": _plain(self.text),
+            "text_groups": _plain(self.text_groups),
+            "as_base": _plain(self.as_base),
+            "text_beside_picture": None if self.beside is None else _plain(self.beside._asdict()),
             "text_beside_picture_missing": self.beside_missing,
             "cut": self.cut,
             "max_new_tokens": self.max_new_tokens,
         }
+
+
+def _plain(value: Any) -> Any:
+    """Shares and scores, also in a `dict` of them, as JSON holds them."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value.as_dict() if isinstance(value, (Share, Scores)) else value
 
 
 def evaluate(
@@ -86,11 +115,8 @@ def evaluate(
             the content of its file, or the object.
 
     Raises:
-        ValueError: for no questions, or sizes below 1.
+        ValueError: for no questions.
     """
-    for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"Expected `{name}` to be at least 1, got {value}.")
     if not questions:
         raise ValueError("Expected `questions` to hold one or more, got none.")
     tokenizer = processor.tokenizer
@@ -146,6 +172,31 @@ def by_group(answers: Answers, form: Callable[[str], str] = normalised) -> dict[
             if each.question.group is not None:
                 groups.setdefault(each.question.group, {}).setdefault(way, []).append(each)
     return {group: scores_of(each, form) for group, each in groups.items()}
+
+
+def ask_beside(
+    asker: Any, alone: Sequence[Question], about: Sequence[Question], base: Sequence[str]
+) -> TextBesidePicture | str:
+    """Asks the questions `alone` beside the pictures of those that are `about` one, or says why that cannot be.
+
+    Args:
+        asker ([`Asker`]): asks the model.
+        base (`list[str]`): the answers of the base to `alone`.
+    """
+    if not about:
+        return NO_PICTURE
+    if not alone:
+        return NO_TEXT
+    asked = beside_pictures(alone, about)
+    pairs = [(question, said) for question, said in zip(asked, base, strict=True) if question is not None]
+    if not pairs:
+        return NO_USER
+    said, without = asker(BESIDE, [question for question, _ in pairs]), [said for _, said in pairs]
+    expected = [question.answer for question, _ in pairs]
+    same = Share(sum(one == other for one, other in zip(said, without, strict=True)), len(pairs))
+    return TextBesidePicture(
+        same, Scores.of(said, expected), Scores.of(without, expected), left_out=len(alone) - len(pairs)
+    )
 
 
 class Asker:
@@ -236,3 +287,43 @@ def _content(part: dict[str, Any]) -> Any:
         return str(image)
     pixels = np.asarray(image)
     return pixels.shape, digest_of(pixels.tobytes())
+
+
+def read_card(folder: Path) -> ModelCard:
+    """The model card of a folder. Raises a `ValueError` if there is none, or if its metadata cannot be read."""
+    file = folder / "README.md"
+    if not file.is_file():
+        raise ValueError(f"Expected {folder} to be a folder with a model card (README.md), got none there.")
+    try:
+        return ModelCard.load(file)
+    except Exception as error:  # of the YAML reader, too
+        raise ValueError(f"The metadata of {file} cannot be read: {error}") from error
+
+
+def write_results(folder: Path, found: Evaluation, data: str) -> None:
+    """Adds the results to the card of a folder. Those of the same data that are there already are replaced.
+
+    Args:
+        data (`str`): the name of the data.
+    """
+    card: Any = read_card(folder)
+    own = {(data, name) for name in (*NAMES.values(), AS_BASE, CONTAINED, BASE)}
+    kept = [each for each in card.data.eval_results or [] if (each.dataset_name, each.metric_name) not in own]
+    shares = [(TASK, name, found.ways[way].normalised) for way, name in NAMES.items() if way in found.ways]
+    if (text := found.beside) is not None:
+        named = {AS_BASE: text.as_base, CONTAINED: text.model.contained, BASE: text.base.contained}
+        shares += [(TEXT_TASK, name, share) for name, share in named.items()]
+    made = [
+        EvalResult(
+            task_type=task,
+            dataset_type=data,
+            dataset_name=data,
+            metric_type="accuracy",
+            metric_name=name,
+            metric_value=round(share.value, 4),
+        )
+        for task, name, share in shares
+    ]
+    card.data.model_name = card.data.model_name or folder.resolve().name
+    card.data.eval_results = [*kept, *made]
+    card.save(folder / "README.md")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -56,7 +57,12 @@ def questions_of(rows: Iterable[Any], by: str | None = None) -> list[Question]:
             raise ValueError(f"Expected row {number} to have an answer of the assistant, got none.")
         if any(part.get("type") in VIDEOS for message in messages for part in parts_of(message)):
             raise ValueError(f"Expected row {number} to have no video, got one. Give its frames as pictures.")
-        group = None if by is None else _group(row, by, number)
+        group = None if by is None else row.get(by)
+        if group is not None and not isinstance(group, (str, int, float)):
+            raise ValueError(
+                f"Expected `{by}` of row {number} to be a text or a number, to group by it, got {group!r}."
+            )
+        group = None if group is None else str(group)
         questions += [Question(messages[:index], text_of(messages[index]), group) for index in answers]
     return questions
 
@@ -73,8 +79,8 @@ def other_pictures(
     for index, own in enumerate(contents):
         following = [*range(index + 1, len(contents)), *range(index)]
         same = (each for each in following if questions[each].group == questions[index].group)
-        others = (each for each in chain(same, following) if _all_differ(contents[each], own))
-        other = next(others, None)
+        asked = (each for each in chain(same, following) if len(contents[each]) == len(own))
+        other = next((each for each in asked if all(map(operator.ne, contents[each], own))), None)
         found.append(None if other is None else questions[other].pictures)
     return found
 
@@ -89,14 +95,3 @@ def beside_pictures(alone: Sequence[Question], about: Sequence[Question]) -> lis
         each.beside(pictures[index % len(pictures)]) if any(m["role"] == "user" for m in each.messages) else None
         for index, each in enumerate(alone)
     ]
-
-
-def _all_differ(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(left != right for left, right in zip(one, other))
-
-
-def _group(row: Mapping[str, Any], by: str, number: int) -> str | None:
-    value = row.get(by)
-    if value is not None and not isinstance(value, (str, int, float)):
-        raise ValueError(f"Expected `{by}` of row {number} to be a text or a number, to group by it, got {value!r}.")
-    return None if value is None else str(value)

@@ -1,4 +1,6 @@
-"""A model of which most is frozen: modes of frozen modules, gradients of a loss without a block."""
+"""A model of which most is frozen: modes of frozen modules, gradients of a loss without a block, and a warning where
+what trains is stored in half precision.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,18 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
 
 from ..decoders.insertion import BLOCKS, part_of
 from ..utils.quantized_weights import is_packed, is_quantized
+
+
+logger = logging.get_logger(__name__)
+HALF = (torch.bfloat16, torch.float16)
+REMEDY = (
+    "Call `hf_xattn.train_in_float32(model)` and train with autocast (`bf16=True` of `TrainingArguments`). Ignore this "
+    "if your optimizer keeps float32 copies of the weights, as DeepSpeed's do."
+)
 
 
 def keep_frozen_in_eval(module: nn.Module) -> None:
@@ -105,3 +116,23 @@ def _require_gradient(tower: nn.Module | None, embedding: nn.Module, inputs: Any
     frozen = tower is not None and not tower.training  # a frozen tower stays in evaluation mode
     if not (frozen or torch.compiler.is_compiling()):
         output.requires_grad_(True)
+
+
+def warn_of_half_precision(model: nn.Module) -> None:
+    """Warns once if weights that train are stored in half precision, where updates are lost to rounding.
+
+    Adding less than 1/512 of a bfloat16 value gives the same value again. AdamW adds about the learning rate at each
+    step, so with a small rate most weights never move. The loss still falls a little: gates and norms are float32.
+    """
+    learning = [weight for weight in model.parameters() if weight.requires_grad]
+    narrow = [weight for weight in learning if weight.dtype in HALF]
+    if not narrow:
+        return
+    count, total = (sum(weight.numel() for weight in weights) for weights in (narrow, learning))
+    # Lost for certain is less than a quarter of the distance between a value and the next larger one.
+    fraction = round(4 / max(torch.finfo(weight.dtype).eps for weight in narrow))
+    kinds = " and ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in narrow}))
+    logger.warning_once(
+        f"{count:,} of {total:,} values that train are stored in {kinds}. Updates smaller than 1/{fraction} "
+        f"of a value are lost there: with AdamW and a small learning rate, most. {REMEDY}"
+    )

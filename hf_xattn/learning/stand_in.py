@@ -52,15 +52,38 @@ class XAttnStandInMixin:
                 logger.warning_once(NOTHING_LEARNS)
             nobodys = stand_in_images(self.image_encoder, call.rows)
             return ImagesOfCall(nobodys, nobodys.layout, None, unseen=True)
-        encode_stand_in(self, call.starts)
+        self.zero_of_others(call.starts)
         if not (is_distributed() and blocks_are_units(self.text_model)):
             return None
         cross = blank_images(self, call.rows, call.device)
         return ImagesOfCall(None, cross.layout, None, unseen=True, ready=cross)
 
     def zero_of_others(self: Any, starts: bool, projects: bool = False) -> torch.Tensor | None:
-        """See [`encode_stand_in`]."""
-        return encode_stand_in(self, starts, projects)
+        """Encodes a stand-in image if a call's own images do not pass all parts, and other processes may wait for them.
+
+        Without gradients, only a call that starts a text (`starts`) does so, on every rank.
+
+        Args:
+            projects (`bool`): the call's own images pass the projections of keys and values, so these do not run.
+
+        Returns:
+            a zero that depends on the weights of what has run; None if no gradients are recorded, or in a single
+            process.
+        """
+        if not is_distributed():
+            return None
+        encoder, learns = self.image_encoder, torch.is_grad_enabled()
+        parts = (encoder.vision_tower, encoder.connector, None if projects else self.text_model)
+        if not learns and not (starts and any(map(has_units, parts))):
+            return None
+        states = stand_in_images(encoder, 1).states
+        assert states is not None
+        made = [states]
+        if not projects:
+            made = [each for pair in self.project_images(states, CrossCache()) for each in pair]
+        if not learns:
+            return None
+        return torch.stack([each.flatten()[:0].sum().to(states.device) for each in made]).sum()
 
 
 def _embeddings_learn(call: Any) -> bool:
@@ -106,39 +129,11 @@ def blocks_are_units(text_model: nn.Module) -> bool:
     return False
 
 
-def encode_stand_in(model: Any, starts: bool, projects: bool = False) -> torch.Tensor | None:
-    """Encodes a stand-in image if a call's own images do not pass all parts, and other processes may wait for these.
-
-    Without gradients, only a call that starts a text (`starts`) does so, on every rank.
-
-    Args:
-        model ([`XAttnModel`]): vision tower and connector run, and the projections of keys and values.
-        projects (`bool`): the call's own images pass the projections, so these do not run.
-
-    Returns:
-        a zero that depends on the weights of what has run; None if no gradients are recorded, or in a single process.
-    """
-    if not is_distributed():
-        return None
-    encoder, learns = model.image_encoder, torch.is_grad_enabled()
-    parts = (encoder.vision_tower, encoder.connector, None if projects else model.text_model)
-    if not learns and not (starts and any(map(has_units, parts))):
-        return None
-    states = stand_in_images(encoder, 1).states
-    assert states is not None
-    made = [states]
-    if not projects:
-        made = [each for pair in model.project_images(states, CrossCache()) for each in pair]
-    if not learns:
-        return None
-    return torch.stack([each.flatten()[:0].sum().to(states.device) for each in made]).sum()
-
-
 def _states(encoder: ImageEncoder, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """`(1, tokens, context_size)`"""
     config, tower, connector = encoder.config, encoder.vision_tower, encoder.connector
     if tower is None or connector is None or config.vision_config is None:
-        return _zeros(encoder, device, dtype)
+        return torch.zeros(1, 1, config.cross_attention_config.context_size, device=device, dtype=dtype)
     pixels, tiles = blank_image(config.vision_config, device, dtype)
     # A connector of the caller's own may need as many features as an image has.
     if encoder.tower_is_waited_for() or CONNECTORS.is_own(config.connector_type):
@@ -147,10 +142,6 @@ def _states(encoder: ImageEncoder, device: torch.device, dtype: torch.dtype) -> 
     shape = (1, 2) if tiles is None else (1, 1, 1, 2)
     nothing = torch.zeros(*shape, vision_feature_size(config), device=device, dtype=dtype)
     return encoder.connected(nothing, (1, 1), tiles).flatten(1, 2)
-
-
-def _zeros(encoder: ImageEncoder, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(1, 1, encoder.config.cross_attention_config.context_size, device=device, dtype=dtype)
 
 
 def _device_and_dtype(encoder: ImageEncoder) -> tuple[torch.device, torch.dtype]:

@@ -6,41 +6,130 @@ steps if both are near each other before the first one, and if both are compared
 A caption does not say which patch a word belongs to. So the words are regressed first, as numbers: all image tokens of
 a picture have its words, each counted once, without what the pictures have in common. A feature that comes with one
 word more often than with the others is then a sign of that word; what every caption says falls out, and so do words
-that no picture tells ([`ToldWords`]). Such a regression already tells the patches of a picture apart, so the next one
-gives each word to the patches that are most like it, and the rest to none, a few times over: expectation and
+that no picture tells (`alignment_words.py`). Such a regression already tells the patches of a picture apart, so the
+next one gives each word to the patches that are most like it, and the rest to none, a few times over: expectation and
 maximisation, as in Brown et al., "The Mathematics of Statistical Machine Translation", 1993 (model 1). A regression
 finds little of a rare word, even in its own patches, as nothing is the safe guess. So each word is made as large as its
-patches have it. Words become states at the end. The sums of a regression take the same memory for any number of
-pictures.
+patches have it. Words become states at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..images.connector import check_square
 from ..processing_xattn import XAttnProcessor
 from ..utils.architectures import text_num_hidden_layers
+from ..utils.projection import to_dtype_of
 from ..utils.quantized_weights import check_trainable
 from ..utils.tensor_checks import type_name
-from .alignment_features import Pictures, solved_layer
-from .alignment_words import CannotAlign, Texts, ToldWords, told_apart, word_states
+from .alignment_words import (
+    CannotAlign,
+    RidgeSums,
+    Texts,
+    ToldWords,
+    grouped,
+    told_apart,
+    with_float64,
+    with_one,
+    word_states,
+)
+from .answer_spans import check_processor
 from .block_start import check_fresh, start_blocks
 from .freezing import body_of
-from .ridge import RidgeSums, with_one
-from .vision_features import tower_of
+from .vision_features import tower_of, tower_output
 
 
+KEPT = 2**30  # bytes of features that are kept from one pass to the next
 SOLVED = ("linear", "mlp", "mlp_2d")  # connectors whose last layer is one of weights alone
 PASSES = 3  # in which words are given to patches
 SHARPER = 2.0  # power of a patch's share of a word
 MOST_LARGER = 10.0  # times that a word is made larger at most: what is wrong in it grows too
 WORDS_AT_ONCE = 64
+
+
+class Pictures:
+    """The inputs of the connector's last layer for all image tokens of a row's pictures, and the words of its text.
+
+    Iterated several times. The first pictures, as many as fit into `KEPT` bytes, go through the tower only once.
+    """
+
+    def __init__(self, body: Any, processor: XAttnProcessor, rows: Sequence[Any], batch_size: int):
+        self.body, self.processor, self.rows, self.batch_size = body, processor, rows, batch_size
+        self._kept: list[tuple[torch.Tensor, set[str]]] = []
+        self._room = KEPT
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, set[str]]]:
+        for features, words in self._kept:
+            yield features.float(), words
+        waiting: list[tuple[list[Any], set[str]]] = []
+        for pictures, words, _ in islice(grouped(self.rows), len(self._kept), None):
+            waiting.append((pictures, words))
+            if sum(len(each) for each, _ in waiting) >= self.batch_size:
+                yield from self._encoded(waiting)
+                waiting = []
+        if waiting:
+            yield from self._encoded(waiting)
+
+    def _encoded(self, waiting: list[tuple[list[Any], set[str]]]) -> Iterator[tuple[torch.Tensor, set[str]]]:
+        for features, words in _encoded(self.body, self.processor, waiting):
+            half = features.to(torch.bfloat16)  # rounding is far below what tells words apart
+            if (size := half.nbytes) <= self._room:
+                self._room -= size
+                self._kept.append((half, words))
+            else:
+                self._room = 0  # those that are kept come first
+            yield half.float(), words
+
+
+def _encoded(
+    body: Any, processor: XAttnProcessor, waiting: list[tuple[list[Any], set[str]]]
+) -> Iterator[tuple[torch.Tensor, set[str]]]:
+    images = [[picture] for pictures, _ in waiting for picture in pictures]
+    try:
+        batches = [processor(images=images)]
+    except ValueError:  # pictures of several sizes
+        batches = [processor(images=[each]) for each in images]
+    features = [each for batch in batches for each in _features(body, dict(batch))]
+    for pictures, words in waiting:
+        own, features = features[: len(pictures)], features[len(pictures) :]
+        yield torch.cat(own), words
+
+
+def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """For each picture of `(pictures, 1, ...)`: what the connector's last layer reads, `(tokens, width)`, float32."""
+    connector = body.connector
+    if "pixel_values" in inputs:
+        check_square(body.config, inputs["pixel_values"])
+    output, tiles = tower_output(body, inputs)
+    if tiles is not None:  # no text sees padding tiles
+        found = [each[mask != 0].flatten(0, 1) for each, mask in zip(output[:, 0], tiles.aspect_ratio_mask[:, 0])]
+    else:
+        drops = body.config.vision_feature_select_strategy == "default"
+        found = list(output[:, 1:] if drops else output)
+    read = []
+    for features in found:
+        features = to_dtype_of(connector.layers[0], features)
+        for layer in connector.layers:
+            if layer is solved_layer(body):
+                break
+            features = layer(features)
+        if not bool(torch.isfinite(features).all()):
+            raise ValueError("Expected finite features of the vision tower, got NaN or infinite values.")
+        read.append(with_float64(features.float()))
+    return read
+
+
+def solved_layer(body: Any) -> Any:
+    """The layer that is solved: the last one with weights. A code of places behind it has none."""
+    return [layer for layer in body.connector.layers if isinstance(layer, nn.Linear)][-1]
 
 
 class ConnectorAlignment(NamedTuple):
@@ -169,8 +258,7 @@ class _Pass:
 
 
 def _check(body: Any, processor: Any, rows: Any) -> None:
-    if not isinstance(processor, XAttnProcessor):
-        raise TypeError(f"Expected `processor` to be an XAttnProcessor, got {type_name(processor)}.")
+    check_processor(processor)
     if isinstance(rows, (str, bytes, Path, dict)) or not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")):
         raise TypeError(f"Expected `rows` to be a sequence of rows, such as `load_rows` gives, got {type_name(rows)}.")
     tower_of(body)
@@ -188,11 +276,6 @@ def _check(body: Any, processor: Any, rows: Any) -> None:
         )
     if min(config.cross_attention_layers) >= text_num_hidden_layers(config.text_config):
         raise ValueError("Expected `model` with a block in front of a layer, got blocks after the last layer alone.")
-    if not processor.tokenizer.is_fast:
-        raise ValueError(
-            f"Expected `processor` to have a fast tokenizer, got a slow one ({type_name(processor.tokenizer)}), which "
-            "does not tell where words end. Load the fast one with `AutoTokenizer`."
-        )
     check_trainable("the connector", body.connector, "Load the base with `quantization_config`: the connector stays.")
 
 

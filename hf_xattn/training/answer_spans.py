@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from transformers.utils import logging
 
 from ..data.rows import text_of, with_text
+from ..processing_xattn import XAttnProcessor
+from ..utils.tensor_checks import type_name
 
 
 logger = logging.get_logger(__name__)
@@ -24,6 +26,17 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 Messages = list[dict[str, Any]]
 Render = Callable[..., str]
+
+
+def check_processor(processor: Any) -> None:
+    """Raises a `TypeError` for another processor, and a `ValueError` for one that does not tell where words are."""
+    if not isinstance(processor, XAttnProcessor):
+        raise TypeError(f"Expected `processor` to be an XAttnProcessor, got {type_name(processor)}.")
+    if not processor.tokenizer.is_fast:
+        raise ValueError(
+            f"Expected `processor` to have a fast tokenizer, got a slow one ({type_name(processor.tokenizer)}), which "
+            "gives no offsets. Load the fast one with `AutoTokenizer`."
+        )
 
 
 class AnswerSpan(NamedTuple):
@@ -72,8 +85,10 @@ def find_answers(
     return text, spans
 
 
-def token_of_turns(processor: Any) -> int | None:
-    """The special token with which the chat template ends an answer; None if it writes no single one."""
+def ends_of_turns(generation: Any, processor: Any) -> list[int]:
+    """The tokens that end an answer: those of a generation configuration, and behind them the special token with which
+    the chat template ends one, if it writes a single one.
+    """
     tokenizer = processor.tokenizer
     special = [str(token) for token in tokenizer.added_tokens_decoder.values()] + list(tokenizer.all_special_tokens)
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -81,15 +96,9 @@ def token_of_turns(processor: Any) -> int | None:
     def render(messages: Messages) -> str:
         return processor.apply_chat_template(messages, tokenize=False)
 
-    found = end_of_turn(render, chat, 1, special)
-    return None if found is None else tokenizer.convert_tokens_to_ids(found)
-
-
-def ends_of_turns(generation: Any, processor: Any) -> list[int]:
-    """The tokens that end an answer: those of a generation configuration, and that of the chat template behind them."""
-    ends = generation.eos_token_id
+    ends, found = generation.eos_token_id, end_of_turn(render, chat, 1, special)
     known = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
-    token = token_of_turns(processor)
+    token = None if found is None else tokenizer.convert_tokens_to_ids(found)
     return known if token is None or token in known else [*known, token]
 
 

@@ -88,13 +88,6 @@ class BadRowsFile:
             )
 
 
-class _Found(list[Problem]):
-    """Bad rows in memory, in the place of a [`BadRowsFile`]."""
-
-    def add(self, rows: Rows, problem: Problem) -> None:
-        self.append(problem)
-
-
 class BadRowError(ValueError):
     """A row that cannot be trained on. A worker's error becomes one text; of it, what is behind this name is kept."""
 
@@ -129,11 +122,11 @@ class RowReader:
 
     Args:
         collate (`XAttnDataCollator`): makes the batch.
-        file ([`BadRowsFile`], *optional*): where bad rows are named. Without one, a bad row is an error.
+        on_bad (`Callable`, *optional*): names a bad row, as [`BadRowsFile.add`]. Without it, a bad row is an error.
     """
 
-    def __init__(self, collate: Collate, file: BadRowsFile | _Found | None):
-        self.collate, self.file = collate, file
+    def __init__(self, collate: Collate, on_bad: Callable[[Rows, Problem], Any] | None):
+        self.collate, self.on_bad = collate, on_bad
 
     def __call__(self, places: Sequence[Place]) -> Any:
         batch = self.read(places)
@@ -184,11 +177,11 @@ class RowReader:
         return self.collate([row for _, row in read])
 
     def _bad(self, place: Place, reason: str) -> None:
-        if self.file is None:
+        if self.on_bad is None:
             self.refuse(place, reason)
         else:
             rows, index = resolved(place)
-            self.file.add(rows, Problem(index, reason))
+            self.on_bad(rows, Problem(index, reason))
 
     def refuse(self, place: Place, reason: str) -> NoReturn:
         rows, index = resolved(place)
@@ -203,8 +196,8 @@ def find_problems(rows: Rows, chosen: Sequence[int], collate: Collate) -> tuple[
 
     Returns the problems, and the number of tokens in the longest row.
     """
-    longest, found = 0, _Found()
-    reader = RowReader(collate, found)
+    longest, found = 0, list[Problem]()
+    reader = RowReader(collate, lambda _, problem: found.append(problem))
     title = f"Checking {len(chosen)} rows"
     for index in tqdm(chosen, title, leave=False, disable=not is_first_process() or not chosen):
         batch = reader.read([Place(rows, index)])

@@ -25,8 +25,7 @@ from ..data.rows import read_row, text_of
 from ..layers.block import GatedCrossAttentionBlock
 from ..parts.grid_code import GridCode, code_directions
 from ..utils.architectures import text_num_hidden_layers
-from .alignment_words import WORD, CannotAlign, rendered, states_in_front
-from .ridge import RidgeSums
+from .alignment_words import WORD, CannotAlign, RidgeSums, rendered, states_in_front
 
 
 MATCH = 32.0  # score of a query and a key in the same direction
@@ -76,7 +75,10 @@ def start_blocks(
     has_places = any(isinstance(layer, GridCode) for layer in body.connector.layers)
     code = code_directions(config.context_size, config.head_dim) if has_places else states[:0]
     components = torch.linalg.eigh(states.double().T @ states.double()).eigenvectors.T.flip(0).float()
-    places = _alone(code, components[: min(len(states) - 1, len(components) // 2)])  # one less than there are words
+    # Places go where words are not, and have the size there that they had. Words span one direction less than they are.
+    of_words = components[: min(len(states) - 1, len(components) // 2)]
+    alone = code - code @ of_words.T @ of_words
+    places = alone * (code.square().sum(1) / (alone * code).sum(1))[:, None]
     looked_for = _telling_apart(states, shares, config.head_dim - len(code))
     keys = torch.cat([looked_for, KEY_PLACES * places])
     values = _values(config, states, components, PLACES * places)
@@ -105,12 +107,6 @@ def _telling_apart(states: torch.Tensor, shares: torch.Tensor, width: int) -> to
     first = variances.flip(0).clamp(min=SMALLEST * variances[-1])[:, None] ** -0.5 * components.T.flip(0)
     first = first[torch.arange(width) % len(first)].float()
     return first / ((states @ first.T).square().mean(-1) @ weights.float()).sqrt()
-
-
-def _alone(places: torch.Tensor, of_words: torch.Tensor) -> torch.Tensor:
-    """Directions of places without what words have there, along which a place has the size it had."""
-    alone = places - places @ of_words.T @ of_words
-    return alone * (places.square().sum(1) / (alone * places).sum(1))[:, None]
 
 
 def _values(

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
-from ..data.fields import keys_of_template
-from ..data.rows import Conversation, is_trained, read_row, text_of
+from ..data.rows import Conversation, is_trained, keys_of_template, read_row, text_of
 from ..decoders.loss import IGNORED
 from ..images.image_inputs import NO_IMAGE
 from ..processing_xattn import XAttnProcessor
 from ..utils.tensor_checks import type_name
-from .answer_spans import AnswerSpan, find_answers, squeezed
+from .answer_spans import AnswerSpan, check_processor, find_answers, squeezed
 from .vision_features import VisionFeatures
 
 
@@ -93,8 +92,7 @@ class XAttnDataCollator:
         padding_free: bool = False,
         features: VisionFeatures | None = None,
     ):
-        if not isinstance(processor, XAttnProcessor):
-            raise TypeError(f"Expected `processor` to be an XAttnProcessor, got {type_name(processor)}.")
+        check_processor(processor)
         if train_on not in TRAIN_ON:
             raise ValueError(f"`train_on` must be one of {TRAIN_ON}, got {train_on!r}.")
         for name, size in (("max_length", max_length), ("pad_to_multiple_of", pad_to_multiple_of)):
@@ -109,11 +107,6 @@ class XAttnDataCollator:
             why = "the markers tell which images belong to which text"
             raise ValueError(f"Expected `processor` to have an `image_token` for `padding_free`, got none: {why}.")
         tokenizer = processor.tokenizer
-        if not tokenizer.is_fast:
-            raise ValueError(
-                f"Expected `processor` to have a fast tokenizer, got a slow one ({type_name(tokenizer)}), which gives "
-                "no offsets. Load the fast one with `AutoTokenizer`."
-            )
         if tokenizer.pad_token is None:
             if tokenizer.eos_token is None:
                 raise ValueError(
@@ -161,7 +154,9 @@ class XAttnDataCollator:
             made = _named(index, conversation, self._labelled, conversation, ids[index][real], offsets[index][real])
             tokens.append(made)
         if self.padding_free:
-            return {**self._flattened(tokens), **_in_one_row(batch)}
+            images = batch.pop("image_mask", None)  # of all rows, the real images come in one row
+            kept = {name: each.flatten(0, 1) if images is None else each[images] for name, each in batch.items()}
+            return {**self._flattened(tokens), **{name: each[None] for name, each in kept.items()}}
         return {**self._padded(tokens), **(_share_images(batch) if self.share_images else batch)}
 
     def _processed(self, conversations: Sequence[Conversation]) -> dict[str, torch.Tensor]:
@@ -326,13 +321,6 @@ def _share_images(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     if mask is not None and shared["image_mask"].all():
         del shared["image_mask"]
     return {**shared, "image_rows": torch.tensor(index)}
-
-
-def _in_one_row(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Puts the real images of all rows into one row, in their order: `(1, images of the batch, ...)`."""
-    tensors = dict(images)
-    mask = tensors.pop("image_mask", None)
-    return {name: (tensor.flatten(0, 1) if mask is None else tensor[mask])[None] for name, tensor in tensors.items()}
 
 
 __all__ = ["XAttnDataCollator"]

@@ -1,9 +1,19 @@
-"""Text prompts beside pictures: what keeps the text ability of a model whose blocks learn to see.
+"""`--text-share` and `--distill-text`: a picture must not change what does not concern it.
 
 Blocks that are trained on pictures alone answer every question about the picture, also those that no picture concerns.
-So a run mixes in prompts without a picture. The text model answers each of them once before the run, and the blocks are
-trained to leave these answers as they are (see `distillation.py`). If the answers were written by someone else, the
-blocks would not learn how the text model continues its own answers.
+So a run mixes in prompts without a picture, which the text model answers once before the run. If the answers were
+written by someone else, the blocks would not learn how the text model continues its own answers.
+
+With a frozen text model a row without a picture gives no gradient: no block runs. So it is shown beside the picture of
+another row, and its answers are trained to be those of the model without the picture, token by token:
+
+    loss = (cross-entropy of rows with a picture + WEIGHT * KL(without the picture || beside it)) / labels
+
+summed over the labels of each kind of row, and divided by the labels of both, over all batches and processes of a step.
+Without a picture the blocks change nothing, so the teacher is the same model in the same memory: exactly the base.
+
+The picture of a row is that of the next row of the run that has one. That is a function of the row's place, so a run
+that is resumed shows the same one, whichever process or worker reads it.
 """
 
 from __future__ import annotations
@@ -11,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +30,162 @@ from accelerate.utils import broadcast_object_list
 
 from ..data.forms import CAPTION_PROMPT
 from ..data.loading import Rows
+from ..data.pictures import picture_of, picture_parts
 from ..data.sources import Source
+from ..data.tables import Table
+from ..decoders.loss import IGNORED
 from ..evaluation.evaluation import Asker
 from ..evaluation.questions import Question
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
 from ..utils.whole_folder import replace_file
-from .bad_rows import find_problems
-from .distillation import DistillingCollator
-from .launch import is_first_process, say
+from .bad_rows import BadRowError, Place, Problem, RowReader, find_problems, reason_of, resolved
+from .collator import XAttnDataCollator
+from .launch import is_first_process, on_device, say
 
 
 KEPT_TEXT_FILE = "kept_text.jsonl"
 PROMPTS = Path(__file__).with_name("text_prompts.txt")  # those that come with the package
 BATCH, MAX_NEW_TOKENS = 16, 32
+SEARCHED = 4096  # rows behind one without a picture that are searched for one
+KNOWN = 2**16  # places that a reader remembers
+DISTILLED, TEACHER = "distilled", "teacher_"  # names in a batch
+TURNED_OFF = "`--text-share 0` without `--distill-text` turns it off"
+# A chat that any picture fits.
+NEUTRAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
 
 TextRow = dict[str, Any]  # `messages`: a prompt, and the text model's answer
+
+
+def beside(row: Mapping[str, Any], picture: Any) -> dict[str, Any]:
+    """The row with a picture where the pictures of rows stand: in front of the first user message."""
+    return {**row, "images": [picture]}
+
+
+class DistillingCollator:
+    """Makes batches in which some rows stand beside a picture that they do not have, and once more without it.
+
+    Args:
+        collate ([`XAttnDataCollator`]): makes the batches, one text a row.
+    """
+
+    def __init__(self, collate: XAttnDataCollator):
+        self.collate = collate
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Makes a batch. `pictures` has a picture for each row to distil, and None for each other one.
+
+        Returns:
+            `dict`: the batch of [`XAttnDataCollator`]. If a row has a picture given, also `distilled` `(batch,)`, True
+            for such rows, and `teacher_input_ids`, `teacher_attention_mask` and `teacher_labels` `(rows to distil,
+            teacher_len)`, the same rows without it. The labels of both are the same tokens.
+
+        Raises:
+            ValueError, TypeError: as the collator, and for a text that has other answer tokens beside a picture.
+        """
+        given = [picture is not None for picture in pictures]
+        shown = [row if picture is None else beside(row, picture) for row, picture in zip(rows, pictures, strict=True)]
+        try:
+            batch = self.collate(shown)
+        except (TypeError, ValueError) as error:
+            if given != [True]:
+                raise
+            raise type(error)(f"{error} This is beside the picture of another row ({TURNED_OFF}).") from error
+        if not any(given):
+            return batch
+        teacher = self.collate([row for row, chosen in zip(rows, given) if chosen])
+        ends = []
+        for row, own in zip([index for index, chosen in enumerate(given) if chosen], teacher["labels"]):
+            student, length = batch["labels"][row], int(batch["attention_mask"][row].sum())
+            said, places = student[student != IGNORED], (own != IGNORED).nonzero().flatten()
+            places, left = places[: len(said)], places[len(said) :]
+            # A marker makes a text longer, so that a cut takes more of it.
+            whole = self.collate.max_length is None or length < self.collate.max_length
+            if not torch.equal(own[places], said) or (whole and len(left)):
+                raise ValueError(
+                    f"Row {row} of the batch: Expected the same answer tokens with a picture in front of the text as "
+                    "without one, got others: the chat template or the tokenizer writes the answer in another way "
+                    f"beside a picture. Change the template, or train without this ({TURNED_OFF})."
+                )
+            own[left] = IGNORED
+            ends.append(int(places[-1]) + 1)
+        if self.collate.padding_side == "right":
+            teacher = {name: tensor[:, : max(ends)] for name, tensor in teacher.items()}
+        batch[DISTILLED] = torch.tensor(given)
+        return {**batch, **{f"{TEACHER}{name}": tensor for name, tensor in teacher.items()}}
+
+    def error_of(self, picture: Any) -> Exception | None:
+        """Why no text can stand beside a picture, or None."""
+        try:
+            self.collate([beside({"messages": NEUTRAL}, picture)])
+        except (TypeError, ValueError) as error:
+            return error
+        return None
+
+
+class DistillingReader(RowReader):
+    """Reads the rows of a batch, and shows each row without a picture beside that of the next row that has one.
+
+    Rows to evaluate on stay as they are. Arguments as of [`RowReader`].
+    """
+
+    def __init__(self, collate: XAttnDataCollator, on_bad: Callable[[Rows, Problem], Any] | None):
+        super().__init__(collate, on_bad)
+        self.distilling = DistillingCollator(collate)
+        self._has_picture: dict[int, bool] = {}  # of places of the run: what the data say, however often it is asked
+
+    def batch_of(self, read: Sequence[tuple[Place, dict[str, Any]]]) -> Any:
+        while True:
+            chosen = [self._picture_for(place, row) for place, row in read]
+            pictures = [None if each is None else picture_of(picture_parts(each[1])[0]) for each in chosen]
+            try:
+                return self.distilling([row for _, row in read], pictures)
+            except (TypeError, ValueError):
+                # A picture that cannot be read is the fault of its own row.
+                if not self._leave_out([each for each in chosen if each is not None]):
+                    raise
+
+    def _picture_for(self, place: Place, row: dict[str, Any]) -> tuple[Place, dict[str, Any]] | None:
+        """The row whose picture a row is shown beside. None for one with a picture of its own, or to evaluate on."""
+        rows, start = place
+        if isinstance(rows, Rows) or picture_parts(row):
+            return None
+        if len(self._has_picture) > KNOWN:
+            self._has_picture.clear()
+        for number in range(start + 1, start + 1 + SEARCHED):
+            if self._has_picture.get(number, True):
+                found = _read(Place(rows, number))
+                if self._has_picture.setdefault(number, found is not None and bool(picture_parts(found))):
+                    assert found is not None
+                    return Place(rows, number), found
+        inside, index = resolved(place)
+        raise BadRowError(
+            f"Expected a row with a picture in the {SEARCHED} rows that follow {inside.where(index)} in the run, got "
+            "none. Add rows with pictures, give those that there are more weight (`--data SOURCE:WEIGHT`), or show no "
+            f"text beside pictures ({TURNED_OFF})."
+        )
+
+    def _leave_out(self, chosen: Sequence[tuple[Place, dict[str, Any]]]) -> bool:
+        """Whether a picture among the chosen ones cannot be used. It is not chosen again."""
+        found = False
+        for place, row in chosen:
+            error = self.distilling.error_of(picture_of(picture_parts(row)[0]))
+            if error is None:
+                continue
+            rows, index = resolved(place)
+            if self.on_bad is None:  # else it is named when its own turn comes
+                self.refuse(place, reason_of(row, error, rows.folder_of(index)))
+            found, self._has_picture[place.place] = True, False
+        return found
+
+
+def _read(place: Place) -> dict[str, Any] | None:
+    rows, index = resolved(place)
+    try:
+        return rows.read(index)
+    except (TypeError, ValueError):  # named when its own turn comes
+        return None
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -86,27 +236,12 @@ def text_rows(
 
 def source_of(rows: Sequence[TextRow], folder: Path, weight: float) -> Source:
     """A source of rows that are held in memory; errors name the file of the run."""
-    return Source(KEPT_TEXT_FILE, [_Held(rows, str(folder / KEPT_TEXT_FILE))], None, weight)
+    file = Table(str(folder / KEPT_TEXT_FILE), rows, range(len(rows)), digest_of_rows(rows))
+    return Source(KEPT_TEXT_FILE, [file], None, weight)
 
 
 def digest_of_rows(rows: Sequence[TextRow]) -> str:
     return hashlib.sha256(_lines(rows).encode()).hexdigest()
-
-
-class _Held:
-    """A file whose rows are in memory."""
-
-    def __init__(self, rows: Sequence[TextRow], path: str):
-        self._rows, self.path, self.digest = rows, path, digest_of_rows(rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def example(self, place: int) -> Mapping[str, Any]:
-        return self._rows[place]
-
-    def name(self, place: int) -> str:
-        return f"line {place + 1}"
 
 
 def _answered_rows(
@@ -120,15 +255,13 @@ def _answered_rows(
 ) -> list[TextRow]:
     say(f"The text model answers {len(prompts)} text prompts, which keep its text ability (`--text-share 0`: none).")
     start = time.perf_counter()
-    try:
-        answers = _answers(model, processor, prompts, device)
-    except torch.OutOfMemoryError:  # such as of a model that trains in shards
-        say(f"The model does not fit into the memory of {device}: it answers on the CPU.")
-        answers = _answers(model, processor, prompts, torch.device("cpu"))
+    asked = [Question([{"role": "user", "content": prompt}], answer="") for prompt in prompts]
+    asker = Asker(model, processor, BATCH, MAX_NEW_TOKENS)
+    answers = on_device(model, device, lambda: asker("Answering", asked))
     rows = [
-        {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+        {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]}
         for prompt, answer in zip(prompts, answers)
-        if answer
+        if answer.strip()
     ]
     kept, reason = _fitting(rows, collate, picture)
     part = file.with_name(f".{file.name}.part")
@@ -145,31 +278,16 @@ def _lines(rows: Sequence[TextRow]) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
-def _answers(
-    model: XAttnForConditionalGeneration, processor: XAttnProcessor, prompts: Sequence[str], device: torch.device
-) -> list[str]:
-    """The greedy answers without a picture. The model is then where it was."""
-    home = model.device
-    asked = [Question([{"role": "user", "content": prompt}], answer="") for prompt in prompts]
-    try:
-        if home.type == "cpu":  # quantized weights are on their device
-            model.to(device)  # type: ignore[arg-type]
-        return [answer.strip() for answer in Asker(model, processor, BATCH, MAX_NEW_TOKENS)("Answering", asked)]
-    finally:
-        if home.type == "cpu":
-            model.to(home)  # type: ignore[arg-type]
-
-
 def _fitting(rows: Sequence[TextRow], collate: DistillingCollator, picture: Any) -> tuple[list[TextRow], str | None]:
     """The rows that can be trained on beside a picture, and what is wrong with the first of the others."""
     if picture is None:
         return list(rows), None
 
-    def beside(read: list[TextRow]) -> Any:
+    def shown(read: list[TextRow]) -> Any:
         return collate(read, [picture] * len(read))
 
     held = Rows([source_of(rows, Path(), 1.0)], CAPTION_PROMPT)
-    problems, _ = find_problems(held, range(len(held)), beside)
+    problems, _ = find_problems(held, range(len(held)), shown)
     bad = {problem.row for problem in problems}
     kept = [row for index, row in enumerate(rows) if index not in bad]
     return kept, problems[0].reason if problems else None

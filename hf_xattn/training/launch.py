@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from accelerate.utils import get_cpu_distributed_information  # what the launcher has set, also for GPUs
+
+from ..utils.quantized_weights import is_quantized
 
 
-RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-# What a run says if `is_lone_on_cpu`.
-ALONE = (
-    "One process trains: `accelerate launch --cpu` starts several only through MPI (`--mpirun_hostfile`). Use "
-    "`accelerate launch --multi_gpu --num_processes N` or `torchrun --nproc-per-node N`, with `--device cpu`."
-)
+Made = TypeVar("Made")
 
 
 def num_processes() -> int:
-    return _first(SIZES, 1)
+    return get_cpu_distributed_information().world_size
 
 
 def is_first_process() -> bool:
-    return _first(RANKS, 0) == 0
+    return get_cpu_distributed_information().rank == 0
 
 
 def gpus_of_a_process(device: str) -> int:
     """How many batches `Trainer` splits between the GPUs of this process (`DataParallel`); 1 without GPUs."""
-    import torch
-
     alone = num_processes() == 1 and device != "cpu"
     return max(1, torch.cuda.device_count()) if alone else 1
 
@@ -37,21 +34,19 @@ def say(text: Any) -> None:
         print(text, flush=True)
 
 
-def quiet_other_processes() -> None:
-    """Stops transformers' warnings and progress bars in all processes but the first. Errors are still raised."""
-    if not is_first_process():
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-
-
-def is_lone_on_cpu() -> bool:
-    """Whether `accelerate launch --cpu --num_processes N` has started one process, for want of MPI."""
-    of_accelerate = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    launched = of_accelerate and "MASTER_PORT" in os.environ
-    return launched and not any(name in os.environ for name in (*RANKS, *SIZES))
-
-
-def _first(names: tuple[str, ...], default: int) -> int:
-    return next((int(os.environ[name]) for name in names if os.environ.get(name)), default)
+def on_device(model: Any, device: torch.device, function: Callable[[], Made]) -> Made:
+    """Calls a function with a model on a device, or where the model is if it does not fit there. It is then where it
+    was. Quantized weights stay on their device.
+    """
+    home = model.device
+    if home.type != "cpu" or device.type == "cpu" or any(map(is_quantized, model.parameters())):
+        return function()
+    try:
+        model.to(device)
+        return function()
+    except torch.OutOfMemoryError:  # such as of a model that trains in shards
+        say(f"The model does not fit into the memory of {device}, so the CPU does this.")
+        model.to(home)
+        return function()
+    finally:
+        model.to(home)

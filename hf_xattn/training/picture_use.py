@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..decoders.loss import IGNORED
@@ -99,18 +99,20 @@ def picture_use(
     count = min(len(rows), most_rows)
     chosen = [number * len(rows) // count for number in range(count)] if count else []
     differences, sums = [], torch.zeros(3, dtype=torch.float64)  # own, another, labels
+    taken = {*inspect.signature(body_of(model).forward).parameters, "labels"}
     was_training = model.training
     model.eval()
     try:
         for start in range(0, count, batch_size):
             batch = dict(collate([rows[index] for index in chosen[start : start + batch_size]]))
-            batch = {name: _to(value, model) for name, value in batch.items() if name in _taken(model)}
+            batch = {name: value.to(model.device) for name, value in batch.items() if name in taken}
             others = _others(batch)
             if others is None:
                 continue
             kept = (others >= 0).nonzero()[:, 0]
             own, labels = _losses(model, batch)
-            another, _ = _losses(model, {**batch, **_chosen(batch, others.clamp(min=0))})
+            images = [name for name in (*OF_IMAGES, *BESIDE_IMAGES) if name in batch]
+            another, _ = _losses(model, {**batch, **{name: batch[name][others.clamp(min=0)] for name in images}})
             for row in kept.tolist():
                 if labels[row]:
                     differences.append(float(another[row] - own[row]))
@@ -130,14 +132,6 @@ def picture_use(
     )
 
 
-def _to(value: Any, model: Any) -> Any:
-    return value.to(model.device) if isinstance(value, torch.Tensor) else value
-
-
-def _taken(model: Any) -> set[str]:
-    return {*inspect.signature(body_of(model).forward).parameters, "labels"}
-
-
 def _others(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """For each row the number of another one with as many pictures, which differ; -1 where there is none."""
     images = next((batch[name] for name in OF_IMAGES if name in batch), None)
@@ -151,10 +145,6 @@ def _others(batch: Mapping[str, Any]) -> torch.Tensor | None:
         alike = [other for other in behind if pictures and counts[other] == pictures]
         found.append(next((other for other in alike if not torch.equal(images[other], images[row])), -1))
     return torch.tensor(found, device=images.device)
-
-
-def _chosen(batch: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-    return {name: batch[name][rows] for name in (*OF_IMAGES, *BESIDE_IMAGES) if name in batch}
 
 
 def _losses(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,14 +182,10 @@ class PictureUseCallback(TrainerCallback):
         self.last: PictureUse | None = None
         self._measured_at = -1
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._measure(args, state, model)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._measure(args, state, model)
         if self.last is None:
             return
@@ -208,7 +194,7 @@ class PictureUseCallback(TrainerCallback):
         else:
             logger.warning(f"{self.last}. {WHAT_HELPS}")
 
-    def _measure(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+    def _measure(self, args: Any, state: Any, model: Any) -> None:
         if self._measured_at == state.global_step:
             return
         self._measured_at = state.global_step

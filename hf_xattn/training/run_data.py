@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from ..data.forms import CAPTION_PROMPT
-from ..data.loading import Rows, load_rows, load_rows_once
-from ..data.order import Shuffled
+from ..data.loading import Rows, Shuffled, load_rows, load_rows_once
 from ..data.pictures import digest_of, picture_of, picture_parts
-from .bad_rows import BadRowsFile, Collate, Place, Places, Problem, RowReader, find_problems, list_problems
-from .distillation import TURNED_OFF, DistillingCollator, DistillingReader, picture_source
-from .kept_text import PROMPTS, TextRow, read_prompts, source_of
+from .bad_rows import BadRowsFile, Collate, Places, Problem, RowReader, find_problems, list_problems
+from .kept_text import (
+    PROMPTS,
+    TURNED_OFF,
+    DistillingCollator,
+    DistillingReader,
+    TextRow,
+    read_prompts,
+    source_of,
+)
 from .launch import gpus_of_a_process, num_processes, say
-from .picture_use import MOST_ROWS
 from .training_options import NONE, SKIP, TrainingOptions
 
 
@@ -81,7 +86,7 @@ class RunData:
         self._check_rows(collate)
         searched = _some(self.rows, STREAM_ROWS)
         place = f"{'' if len(searched) == len(self.rows) else f'{STREAM_ROWS} rows of '}{self._first_file()}"
-        if not options.train_text and not any(self._pictures_of(index) for index in searched):
+        if not options.train_text and not any(_pictures_of(self.rows, index) for index in searched):
             raise ValueError(
                 f"Expected a picture in {place}, got none: blocks learn from pictures alone, and the text model is "
                 "frozen. Add pictures, or train the text model with `--train-text`."
@@ -132,16 +137,10 @@ class RunData:
             rows = rows.split([problem.row for problem in problems])[0]
         return rows
 
-    def to_compare(self) -> list[Place]:
-        """Rows with which a run tells whether the model uses its pictures: held out ones, or some of those it reads."""
-        rows = self.rows if self.others is None else self.others
-        count = min(len(rows), MOST_ROWS)
-        return [Place(rows, number * len(rows) // count) for number in range(count)]
-
     def reader(self, collate: Any) -> RowReader:
         skips = self.options.bad_rows == SKIP
         kind = RowReader if self.options.weight_of_text is None else DistillingReader
-        return kind(collate, self.bad_rows() if skips else None)
+        return kind(collate, self.bad_rows().add if skips else None)
 
     def bad_rows(self) -> BadRowsFile:
         return BadRowsFile(self.options.output, self.options.bad_rows_limit)
@@ -193,25 +192,18 @@ class RunData:
         return self.rows.sources[0].files[0].path
 
     def _is_text(self, index: int) -> bool:
-        return self._pictures_of(index) == []
+        return _pictures_of(self.rows, index) == []
 
     def _with_known_pictures(self) -> int:
         """How many rows to evaluate on show a picture of a row to train on, by the path or the bytes of its file."""
         if self.others is None:
             return 0
         trained, others = (
-            [{_name_of(part) for part in self._pictures_of(index, rows) or []} for index in range(len(rows))]
+            [{_name_of(part) for part in _pictures_of(rows, index) or []} for index in range(len(rows))]
             for rows in (self.rows, self.others)
         )
         known = set[str]().union(*trained)
         return sum(not known.isdisjoint(pictures) for pictures in others)
-
-    def _pictures_of(self, index: int, rows: Rows | None = None) -> list[dict[str, Any]] | None:
-        """The parts of a row, by default of those to train on, that are pictures; None for a row that is broken."""
-        try:
-            return picture_parts((self.rows if rows is None else rows).read(index))
-        except (TypeError, ValueError):
-            return None
 
     def _as_trained(self, collate: Any) -> Collate:
         """Collates rows to check as they are trained on: texts beside a picture of the data, if any are."""
@@ -225,8 +217,8 @@ class RunData:
 
     def some_picture(self, distilling: DistillingCollator) -> Any:
         """A picture of the data that a text can stand beside. None if none of those that are looked at can be used."""
-        parts = (part for index in _some(self.rows, STREAM_ROWS) for part in self._pictures_of(index) or [])
-        tried = islice(map(picture_source, parts), MOST_TRIED)
+        parts = (part for index in _some(self.rows, STREAM_ROWS) for part in _pictures_of(self.rows, index) or [])
+        tried = islice(map(picture_of, parts), MOST_TRIED)
         return next((each for each in tried if distilling.error_of(each) is None), None)
 
     def _check_rows(self, collate: Collate) -> None:
@@ -264,15 +256,19 @@ def _some(rows: Rows, count: int) -> Sequence[int]:
     return range(len(rows)) if len(rows) <= count else sorted(random.Random(0).sample(range(len(rows)), count))
 
 
+def _pictures_of(rows: Rows, index: int) -> list[dict[str, Any]] | None:
+    """The parts of a row that are pictures; None for a row that is broken."""
+    try:
+        return picture_parts(rows.read(index))
+    except (TypeError, ValueError):
+        return None
+
+
 def digest_of_pictures(rows: Rows) -> str:
     """Changes if a picture of the rows changes. Reads all of them."""
     digest = hashlib.sha256()
     for index in range(len(rows)):
-        try:
-            parts = picture_parts(rows.read(index))
-        except (TypeError, ValueError):
-            continue
-        for picture in map(picture_of, parts):
+        for picture in map(picture_of, _pictures_of(rows, index) or []):
             if isinstance(picture, bytes) or os.path.isfile(picture):
                 digest.update(digest_of(picture).encode())
     return digest.hexdigest()

@@ -14,12 +14,10 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..checkpoints.model_card import is_fresh
 from ..data.loading import Rows
-from ..utils.quantized_weights import is_quantized
-from .alignment import ConnectorAlignment, align_connector
+from .alignment import align_connector
 from .alignment_words import CannotAlign
-from .freezing import body_of
-from .launch import is_first_process, num_processes, say
-from .parameter_groups import starts_at_zero
+from .freezing import body_of, starts_at_zero
+from .launch import is_first_process, num_processes, on_device, say
 from .training_options import TrainingOptions
 
 
@@ -66,7 +64,11 @@ def start(model: Any, processor: Any, rows: Rows | None, device: torch.device, a
     if num_processes() > 1:
         broadcast_object_list(found)
         if found[0] == BY_WORDS:
-            _share(model, device)
+            body: Any = body_of(model)
+            for weight in (weight for part in (body.connector, *body.blocks) for weight in part.parameters()):
+                values = weight.detach().to(device)
+                torch.distributed.broadcast(values, src=0)
+                weight.data.copy_(values)
     return found[0]
 
 
@@ -82,7 +84,11 @@ def _start(model: Any, processor: Any, rows: Rows | None, device: torch.device, 
         return AT_RANDOM
     say(f"Starting the connector and the blocks by the words of {len(rows)} examples (`--align none`: they stay)")
     try:
-        found = _aligned(model, processor, rows, device)
+        if is_deepspeed_zero3_enabled():
+            raise CannotAlign("Expected whole weights, got those of ZeRO-3, of which each process holds a part.")
+        if not starts_at_zero(model):  # the smaller learning rate for what has started would be that of all weights
+            raise CannotAlign("Expected blocks with `zero_init`, got others.")
+        found = on_device(model, device, lambda: align_connector(model, processor, rows))
     except CannotAlign as error:
         if asked:
             raise
@@ -91,31 +97,3 @@ def _start(model: Any, processor: Any, rows: Rows | None, device: torch.device, 
     told = f"They start by {found.words} words of {found.pictures} pictures"
     say(f"{told}, and image tokens explain {found.explained:.0%} of what the words tell")
     return BY_WORDS
-
-
-def _aligned(model: Any, processor: Any, rows: Rows, device: torch.device) -> ConnectorAlignment:
-    """Aligns the model on the device, or where it is if it does not fit there. It is then where it was."""
-    if is_deepspeed_zero3_enabled():
-        raise CannotAlign("Expected whole weights, got those of ZeRO-3, of which each process holds a part.")
-    if not starts_at_zero(model):  # the smaller learning rate for what has started would be that of all weights
-        raise CannotAlign("Expected blocks with `zero_init`, got others.")
-    home = model.device
-    if home.type != "cpu" or device.type == "cpu" or any(map(is_quantized, model.parameters())):
-        return align_connector(model, processor, rows)
-    try:
-        return align_connector(model.to(device), processor, rows)
-    except torch.OutOfMemoryError:
-        say(f"The model does not fit into the memory of {device}: it is started on the CPU.")
-        return align_connector(model.to(home), processor, rows)
-    finally:
-        model.to(home)
-
-
-def _share(model: Any, device: torch.device) -> None:
-    """Gives all processes the first one's connector and blocks."""
-    body: Any = body_of(model)
-    for part in (body.connector, *body.blocks):
-        for weight in part.parameters():
-            values = weight.detach().to(device)
-            torch.distributed.broadcast(values, src=0)
-            weight.data.copy_(values)

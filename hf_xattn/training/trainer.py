@@ -10,7 +10,7 @@ start at zero may have a share of the rate.
 thirty layers. They are computed in front of the tokens of answers, not at each token of a prompt. The loss stays what
 it was: it reads the logits at labels alone.
 
-**Text answers** beside a picture are trained to be those of the model without it (see `distillation.py`).
+**Text answers** beside a picture are trained to be those of the model without it (see `kept_text.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from ..decoders.loss import IGNORED
-from .distillation import DISTILLED, TEACHER
-from .parameter_groups import starts_at_zero
+from .freezing import starts_at_zero
+from .kept_text import DISTILLED, TEACHER
 from .picture_use import at_labels, keeps_logits, shifted
 
 
@@ -80,6 +80,7 @@ class RunTrainer(Trainer):
         self, *, started_rate: float = 1.0, distill_text: float | None = None, rows_of_a_step: int = 0, **given: Any
     ):
         super().__init__(**given)
+        vars(self.model.config).pop("use_cache", None)  # type: ignore[union-attr]  # which only the text model's has
         self.distill_text = distill_text
         self._started_rate, self._rows_of_a_step = started_rate, rows_of_a_step
         text_model: Any = self.model.model.text_model  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..data.order import ORDER
+from ..data.loading import ORDER
 from .launch import gpus_of_a_process, num_processes
 
 

@@ -11,27 +11,25 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoProcessor, Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.utils import logging
 
 from ..checkpoints.adapters import check_bases
 from ..checkpoints.model_card import write_model_card
+from ..learning.activation_wrappers import WRAPPED
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing.chat_templates import check_template
 from ..processing_xattn import XAttnProcessor
 from ..utils.projection import multiplies_natively
 from ..utils.quantized_weights import check_trainable
 from .answer_spans import ends_of_turns
-from .bad_rows import BAD_ROWS_FILE, RowReader, StopsAtLimit
+from .bad_rows import BAD_ROWS_FILE, Places, RowReader, StopsAtLimit
 from .collator import XAttnDataCollator
-from .complete_checkpoints import STATE, step_of
-from .distillation import DistillingCollator
-from .freezing import freeze
-from .kept_text import KEPT_TEXT_FILE, digest_of_rows, text_rows
-from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
-from .parameter_groups import train_in_float32
+from .freezing import freeze, train_in_float32
+from .kept_text import KEPT_TEXT_FILE, DistillingCollator, digest_of_rows, text_rows
+from .launch import is_first_process, num_processes, say
 from .picture_use import PictureUse, PictureUseCallback
 from .run_data import RunData
-from .run_folder import CHECKPOINTS, KEPT, START, check_resumed, last_checkpoint, write_options
+from .run_folder import CHECKPOINTS, KEPT, START, STATE, check_resumed, last_checkpoint, step_of, write_options
 from .run_start import Rates, rates_of, start
 from .trainer import RunTrainer, check_started_rate
 from .training_options import SKIP, TrainingOptions
@@ -42,7 +40,6 @@ SLOW_HALF = (
     "The frozen weights are in bfloat16, in which this CPU does not compute: a step takes many times as long as with "
     "`--dtype float32`."
 )
-WRAPPED = "_checkpoint_wrapped_module"  # torch's name of a layer inside its checkpoint wrapper
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's name of a model's folder in a checkpoint of FSDP with SHARDED_STATE_DICT
 
 
@@ -52,10 +49,9 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     All data are checked before the weights are loaded. Raises a `ValueError` for bad data, a model without a processor,
     or an output folder of a different run.
     """
-    quiet_other_processes()
-    _check_reports(options.report_to or [])
-    if is_lone_on_cpu():
-        say(ALONE)
+    if not is_first_process():
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
     data = RunData(options)
     saved = options.saved(data.fingerprints())
     earlier = check_resumed(options.output, saved) if resume else {}
@@ -98,9 +94,9 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     elif checkpoint is not None and not (checkpoint / SHARDS).is_dir():
         # Refused if it is not whole: `Trainer` only warns. What is trained is float32 in a checkpoint.
         type(model).from_pretrained(checkpoint, device_map="meta", dtype=torch.float32, **hub)
-    use_cache = getattr(model.config, "use_cache", None)
     reader = data.reader(collate)
-    use = PictureUseCallback(data.to_compare(), reader, max(2, options.batch_size))
+    compared: Any = Places(data.rows if data.others is None else data.others)
+    use = PictureUseCallback(compared, reader, max(2, options.batch_size))
     trainer = _make_trainer(model, arguments, data, reader, processor, use, rates.started_rate)
     if finished:
         say(f"no steps left to train after step {before}")
@@ -111,20 +107,15 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         say(f"{use.last}{'' if data.others is not None else ', which are trained on'}")
     if data.others is not None:
         say(f"evaluation loss {_last_evaluation(trainer):.4f}")
-    _save(model, processor, trainer, options, dtypes, use_cache)
+    _save(model, processor, trainer, options, dtypes)
     if is_first_process():
         write_model_card(model, options.output, trainer, training=_facts(options, data, use.last, saved[START], rates))
         write_options(options.output, {**saved, "complete": True})
-        _tell(options, data, [] if finished else trainer.state.log_history, before)
-
-
-def _tell(options: TrainingOptions, data: RunData, history: list[dict[str, Any]], before: int) -> None:
-    """Says what a run has left, and its last loss if it had steps to train after the `before` ones."""
-    say(f"saved to {options.output}")
-    if bad := data.bad_rows().count():
-        say(f"{bad} bad row(s) were left out: {options.output / BAD_ROWS_FILE} has the reasons")
-    if history:
-        say(_last_loss(history, before, options.log_steps))
+        say(f"saved to {options.output}")
+        if bad := data.bad_rows().count():
+            say(f"{bad} bad row(s) were left out: {options.output / BAD_ROWS_FILE} has the reasons")
+        if not finished:
+            say(_last_loss(trainer.state.log_history, before, options.log_steps))
 
 
 def _mix_texts(
@@ -151,15 +142,6 @@ def _mix_texts(
     data.mix(texts)
     if is_first_process():
         write_options(output, saved)
-
-
-def _check_reports(names: list[str]) -> None:
-    """Raises a `ValueError` for what `Trainer` would refuse when all is loaded: unknown names, missing packages."""
-    try:
-        for callback in get_reporting_integration_callbacks([name for name in names if name not in ("all", "none")]):
-            callback()
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"`--report-to` got {' '.join(names)}: {error}") from error
 
 
 def _load_model(options: TrainingOptions, features: VisionFeatures | None, **hub: Any) -> XAttnForConditionalGeneration:
@@ -257,15 +239,6 @@ def _facts(options: TrainingOptions, data: RunData, use: PictureUse | None, star
         facts[f"loss of {of}, with their picture"] = f"{use.own:.3f}"
         facts[f"loss of {of}, with the picture of another row"] = f"{use.another:.3f}"
     return facts
-
-
-def _tie(weights: dict[str, torch.Tensor], model: XAttnForConditionalGeneration) -> None:
-    """Gives names of one weight one tensor again. Gathered weights are copies, and each would be saved."""
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        name = name.replace(f"{WRAPPED}.", "")
-        if name in weights and first.setdefault(id(parameter), name) != name:
-            weights[name] = weights[first[id(parameter)]]
 
 
 def _load_weights(model: XAttnForConditionalGeneration, checkpoint: Any, **hub: Any) -> None:
@@ -366,21 +339,21 @@ def _save(
     trainer: Trainer,
     options: TrainingOptions,
     dtypes: dict[str, torch.dtype],
-    use_cache: bool | None,
 ) -> None:
-    """Saves the model as it was loaded: in its original dtypes, and with `use_cache`, which `Trainer` turns off.
+    """Saves the model in the dtypes in which it was loaded.
 
     All processes call this, because each may hold a part of the weights.
     """
-    config: Any = model.config
-    config.use_cache = use_cache
-    if use_cache is None:  # a composite configuration has no such field
-        del config.use_cache
     weights: dict[str, Any] = {}
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         weights["state_dict"] = {name: weight.to(dtypes.get(name, weight.dtype)) for name, weight in gathered.items()}
-        _tie(weights["state_dict"], model)
+        # Gathered weights are copies: names of one weight get one tensor again, or each would be saved.
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            name = name.replace(f"{WRAPPED}.", "")
+            if name in gathered and first.setdefault(id(parameter), name) != name:
+                weights["state_dict"][name] = weights["state_dict"][first[id(parameter)]]
     # Sharded parameters too: the configuration and the card tell their dtype.
     for name, parameter in model.named_parameters():
         dtype = dtypes.get(name.replace(f"{WRAPPED}.", ""))

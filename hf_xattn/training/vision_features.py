@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,12 +67,6 @@ def image_processor_identity(processor: XAttnProcessor) -> str:
     }
     facts = f"{type(images).__name__} {json.dumps(settings, sort_keys=True)}"
     return hashlib.sha256(facts.encode()).hexdigest()
-
-
-def maker_of(model: Any, processor: XAttnProcessor) -> Maker:
-    """Returns what the features of a model and a processor depend on. Reads all weights of the tower."""
-    tower = tower_of(model)
-    return Maker(tower_identity(model.config, tower), image_processor_identity(processor), str(tower.dtype))
 
 
 class Shard(NamedTuple):
@@ -175,6 +169,10 @@ class VisionFeatures:
         reader._look_up = self._look_up
         return reader
 
+    def digests(self) -> Iterable[str]:
+        """The SHA-256 of each picture's file."""
+        return self._shards.keys()
+
     def __len__(self) -> int:
         """Number of different pictures."""
         return len(self._shards)
@@ -195,7 +193,11 @@ class VisionFeatures:
         if self._tiled:
             for name in TILE_INPUTS:
                 tensors[name] = torch.stack([self._tensor(digest, name) for digest in digests])
-            features = [_with_padding_tiles(each, mask) for each, mask in zip(features, tensors[TILE_INPUTS[1]])]
+            masks = tensors[TILE_INPUTS[1]]
+            whole = [each.new_zeros(mask.shape[0], *each.shape[1:]) for each, mask in zip(features, masks)]
+            for tiles, each, mask in zip(whole, features, masks):  # no text sees the padding tiles
+                tiles[mask != 0] = each
+            features = whole
         shapes = {tuple(each.shape) for each in features}
         if len(shapes) > 1:
             raise ValueError(
@@ -248,13 +250,6 @@ class VisionFeatures:
         )
 
 
-def _with_padding_tiles(features: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`(tiles, tokens, width)` of the real tiles to `(max_num_tiles, tokens, width)`. No text sees the others."""
-    whole = features.new_zeros(mask.shape[0], *features.shape[1:])
-    whole[mask != 0] = features
-    return whole
-
-
 PARTIAL = "rank-{:05d}.partial"  # the file that a process is writing
 SHARD_BYTES = 2**28
 
@@ -291,7 +286,8 @@ def encode_pictures(
         ValueError: for a model without a vision tower, or a folder with damaged files or features of another tower.
     """
     folder, tower = Path(folder), tower_of(model)
-    maker = maker_of(model, processor)
+    identities = tower_identity(model.config, tower), image_processor_identity(processor)
+    maker = Maker(*identities, str(tower.dtype))
     held = _known(folder, maker)
     folder.mkdir(parents=True, exist_ok=True)
     writer = _Writer(folder, maker, rank, shard_bytes)
@@ -311,7 +307,7 @@ def encode_pictures(
             for digests, inputs in batch.groups:
                 if new.issuperset(digests):  # another worker has read them too
                     continue
-                for digest, tensors in zip(digests, _outputs(tower, inputs, body_of(model).config)):
+                for digest, tensors in zip(digests, _outputs(body_of(model), inputs)):
                     if digest not in new:
                         writer.add(digest, tensors)
                         new.add(digest)
@@ -376,30 +372,39 @@ class _PictureReader:
 
 def _known(folder: Path, maker: Maker) -> set[str]:
     """The pictures whose features a folder holds."""
-    known: set[str] = set()
-    for path in sorted(folder.glob(SHARDS)):
-        shard = read_shard(path)
-        for field, ours in maker._asdict().items():
-            theirs = getattr(shard.maker, field)
-            if ours != theirs:
-                what = "vision tower" if field == "tower" else field.replace("_", " ")
-                raise ValueError(
-                    f"Expected {folder} to hold features of this model, got features of another {what} in {path.name}: "
-                    f"{theirs[:12]} instead of {ours[:12]}. Choose a new folder."
-                )
-        known.update(shard.digests)
-    return known
+    if not any(folder.glob(SHARDS)):
+        return set()
+    held = VisionFeatures.before_weights(folder)
+    for field, theirs, ours in zip(Maker._fields, held.maker, maker):
+        if ours != theirs:
+            what = "vision tower" if field == "tower" else field.replace("_", " ")
+            raise ValueError(
+                f"Expected {folder} to hold features of this model, got features of another {what}: {theirs[:12]} "
+                f"instead of {ours[:12]}. Choose a new folder."
+            )
+    return set(held.digests())
 
 
-def _outputs(tower: Any, inputs: dict[str, torch.Tensor], config: Any) -> list[dict[str, torch.Tensor]]:
-    """What the tower returns for each picture of `(pictures, 1, ...)`, by the end of its name in a file."""
-    inputs = {name: value.to(tower.device) for name, value in inputs.items()}
+def tower_output(body: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Tiles | None]:
+    """What the tower of an [`XAttnModel`] returns for pictures `(pictures, 1, ...)`, or has returned, and their tiles.
+
+    `(pictures, tokens, width)`, or `(pictures, 1, tiles, tokens, width)`.
+    """
+    inputs = {name: value.to(body.vision_tower.device) for name, value in inputs.items()}
     tiles = Tiles(*(inputs[name] for name in TILE_INPUTS)) if TILE_INPUTS[0] in inputs else None
-    output = run_tower(tower, inputs["pixel_values"], tiles, config.vision_feature_layer).last_hidden_state
-    assert output is not None
+    if "vision_features" in inputs:  # of `VisionFeatures.reader`
+        output = inputs["vision_features"]
+        return (output[:, 0] if tiles is None else output), tiles
+    output = run_tower(body.vision_tower, inputs["pixel_values"], tiles, body.config.vision_feature_layer)[0]
+    if tiles is None and output.dim() == 4:  # convolutional towers: (pictures, channels, height, width)
+        output = output.flatten(2).transpose(1, 2)
+    return output, tiles
+
+
+def _outputs(body: Any, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """What the tower returns for each picture, by the end of its name in a file."""
+    output, tiles = tower_output(body, inputs)
     if tiles is None:
-        if output.dim() == 4:  # convolutional towers: (pictures, channels, height, width)
-            output = output.flatten(2).transpose(1, 2)
         return [{"": _owned(each)} for each in output]
     outputs = []
     for features, ids, mask in zip(output[:, 0], tiles.aspect_ratio_ids[:, 0], tiles.aspect_ratio_mask[:, 0]):

@@ -12,7 +12,7 @@ from helpers.inputs.source_files import asked, picture, pictures_of, write_tar
 from helpers.inputs.training_examples import draw
 from helpers.models.template_models import CHATML, make_processor, save_chat_model
 from helpers.processes.command_runs import run
-from hf_xattn.data.fields import LEARNED, OF_PARTS, OF_TURNS, SHOWN, SYSTEM, WEIGHTS, keys_of_template
+from hf_xattn.data.rows import LEARNED, OF_PARTS, OF_TURNS, SHOWN, SYSTEM, WEIGHTS, keys_of_template
 
 
 FAST = "--device cpu --log-steps 1000 --save-steps 1000".split()

@@ -9,7 +9,7 @@ import torch
 
 import hf_xattn
 from helpers.inputs.data_sources import questions, write_parquet, write_tar
-from hf_xattn.data.order import Shuffled
+from hf_xattn.data.loading import Shuffled
 from hf_xattn.training.bad_rows import Places
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import hf_xattn
 from helpers.inputs.source_files import asked, picture, pictures_of, write_tar
-from hf_xattn.data.order import Shuffled
+from hf_xattn.data.loading import Shuffled
 from hf_xattn.training.bad_rows import check_pictures, find_problems
 
 

@@ -176,7 +176,7 @@ def test_forms(example, expected, tmp_path):
         ({"conversations": []}, "list of turns that is not empty"),
         ({"texts": [{"user": "a"}]}, "turn 0 of `texts` to have `user` and `assistant`"),
         ({"image": "red.png", "text": "a", "question": "b", "answer": "c"}, "fields of one of"),
-        ({"imagee": "red.png", "question": "b", "answer": "c"}, "unknown field 'imagee'. Did you mean `image`"),
+        ({"imagee": "red.png", "question": "b", "answer": "c"}, "`imagee`, which is not read. Did you mean `images`?"),
         ({"img_path": "red.png", "question": "b", "answer": "c"}, "got it in 'img_path', which is not read: 'red.png'"),
         ({"shots": ["a.b", "red.PNG"], "question": "b", "answer": "c"}, "got it in 'shots', which is not read"),
         ({"system": ["be short"], "question": "b", "answer": "c"}, "'system' must be a text, got ['be short']"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import sys
@@ -17,7 +18,6 @@ from helpers.processes.command_runs import check_last_line
 from helpers.references.card_reading import card_of, rows_of
 from hf_xattn import demo
 from hf_xattn.checkpoints.model_card import example_questions
-from hf_xattn.demo import report
 from hf_xattn.demo.canvases import (
     DIGIT,
     HEIGHT,
@@ -31,6 +31,9 @@ from hf_xattn.demo.canvases import (
 )
 from hf_xattn.demo.run import _accuracy
 from hf_xattn.utils.transformers_api import AutoImageProcessor
+
+
+RUN = importlib.import_module("hf_xattn.demo.run")  # `demo.run` is the function
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +77,12 @@ def test_attention_is_on_the_digit(finished):
     model = AutoModelForImageTextToText.from_pretrained(folder / "model")
     processor = AutoProcessor.from_pretrained(folder / "model")
     pictures = [picture_of(canvas)]
-    real = report._maps(model, processor, pictures)
+    real = RUN._maps(model, processor, pictures)
     assert [processor.decode(real.tokens[0, position]) for position in (0, 1)] == demo.PROMPT.split()
     fake = dataclasses.replace(real, weights=[weights] * 3, tokens=real.tokens[:, :8])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_maps", lambda *_: fake)
-        shares = report.attention_on_digits(model, processor, [canvas], pictures)
+        patch.setattr(RUN, "_maps", lambda *_: fake)
+        shares = RUN.attention_on_digits(model, processor, [canvas], pictures)
     assert shares["attention on the digit, layer 2"] == 0.5
     assert (folder / "attention.png").exists()
 

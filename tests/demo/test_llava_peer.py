@@ -9,8 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlavaPr
 from helpers.models.tiny_gguf import write_gguf
 from helpers.models.tiny_models import needs_part
 from hf_xattn import XAttnProcessor
-from hf_xattn.demo.canvases import DigitPool, picture_of, to_pixel_values
-from hf_xattn.demo.checkpoints import make_vision_checkpoint
+from hf_xattn.demo.canvases import DigitPool, make_vision_checkpoint, picture_of, to_pixel_values
 from hf_xattn.evaluation.evaluation import inputs_of
 from hf_xattn.utils.transformers_api import AutoImageProcessor
 

@@ -24,8 +24,7 @@ from hf_xattn.commands.demo_photographs import Plan, run_photographs
 from hf_xattn.commands.main import main
 from hf_xattn.demo.photographs import pictures, sheet
 from hf_xattn.demo.photographs.pictures import GROUNDS, SIDE, STAMPS, Pictures, Placed
-from hf_xattn.demo.photographs.questions import NEW_PHRASINGS, PHRASINGS, ask, kinds_for
-from hf_xattn.demo.photographs.rows import asked_rows, train_rows
+from hf_xattn.demo.photographs.rows import NEW_PHRASINGS, PHRASINGS, ask, asked_rows, kinds_for, train_rows
 from hf_xattn.demo.photographs.sheet import SIZE, chosen, decided_word
 from hf_xattn.demo.photographs.tower import PACKAGE, make_tower
 from hf_xattn.evaluation.questions import Question

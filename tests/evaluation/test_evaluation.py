@@ -12,8 +12,19 @@ from helpers.models.chat_models import data_url
 from helpers.models.template_models import make_chat_model, make_processor, picture
 from helpers.models.tiny_mllama import make_mllama, make_mllama_processor
 from hf_xattn.commands.main import main
-from hf_xattn.evaluation.card import AS_BASE, BASE, BESIDE
-from hf_xattn.evaluation.evaluation import ANOTHER, BLIND, FREQUENT, MODEL, Answered, Asker, by_group, evaluate
+from hf_xattn.evaluation.evaluation import (
+    ANOTHER,
+    AS_BASE,
+    BASE,
+    BLIND,
+    CONTAINED,
+    FREQUENT,
+    MODEL,
+    Answered,
+    Asker,
+    by_group,
+    evaluate,
+)
 from hf_xattn.evaluation.questions import Question, other_pictures, questions_of
 from hf_xattn.importers import import_checkpoint
 
@@ -359,7 +370,7 @@ def test_card(saved, data, tmp_path, capsys):
     beside = json.loads(capsys.readouterr().out)["text_beside_picture"]
     told = {each.metric_name: each.metric_value for each in results if each.task_type == "text-generation"}
     shares = (beside["as_base"], beside["model"]["contained"], beside["base"]["contained"])
-    assert [told[name] for name in (AS_BASE, BESIDE, BASE)] == [round(each["share"], 4) for each in shares]
+    assert [told[name] for name in (AS_BASE, CONTAINED, BASE)] == [round(each["share"], 4) for each in shares]
 
 
 def test_refused(saved, data, tmp_path, capsys):

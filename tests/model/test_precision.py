@@ -12,7 +12,7 @@ from helpers.models.saved_models import make_base, make_vision
 from helpers.models.tiny_models import make_model, pixels, token_ids
 from helpers.references.gradient_checks import checkpoint_activations, without_dropout
 from hf_xattn import freeze, retrofit, train_in_float32
-from hf_xattn.learning import lost_updates
+from hf_xattn.learning import frozen
 
 
 IDS, PIXELS = token_ids(), pixels()
@@ -22,7 +22,7 @@ STATES = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(5))
 @pytest.fixture
 def told(caplog):
     """The warnings of this package."""
-    lost_updates.logger.warning_once.cache_clear()
+    frozen.logger.warning_once.cache_clear()
     loggers = [logging.getLogger(name) for name in ("transformers", "hf_xattn")]
     before = [logger.propagate for logger in loggers]
     for logger in loggers:

@@ -20,9 +20,8 @@ from helpers.models import own_parts
 from helpers.references.ridge_regression import ridge
 from hf_xattn import XAttnProcessor, align_connector, retrofit
 from hf_xattn.parts.grid_code import GridCode
-from hf_xattn.training.alignment_words import CannotAlign, ToldWords, told_apart, word_states
+from hf_xattn.training.alignment_words import CannotAlign, RidgeSums, ToldWords, told_apart, word_states
 from hf_xattn.training.block_start import KEY_PLACES, PLACES, VALUES
-from hf_xattn.training.ridge import RidgeSums
 from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 

@@ -14,11 +14,11 @@ from helpers.processes.command_runs import interrupted, run, run_training
 from helpers.processes.training_runs import short_arguments
 from helpers.processes.warm_processes import run_ranks
 from hf_xattn import XAttnDataCollator, freeze, load_rows
-from hf_xattn.data.order import Shuffled
+from hf_xattn.data.loading import Shuffled
 from hf_xattn.data.pictures import picture_parts
-from hf_xattn.training import distillation, run_data
+from hf_xattn.training import kept_text, run_data
 from hf_xattn.training.bad_rows import BadRowsFile, Place
-from hf_xattn.training.distillation import DistillingCollator, DistillingReader
+from hf_xattn.training.kept_text import DistillingCollator, DistillingReader
 from hf_xattn.training.run_folder import CHECKPOINTS
 from hf_xattn.training.trainer import RunTrainer, kl_of_answers
 
@@ -232,7 +232,7 @@ def test_a_template_that_answers_otherwise_beside_a_picture(tmp_path):
 
 def reader_of(processor, folder=None):
     collate = XAttnDataCollator(processor, padding_side="right")
-    return DistillingReader(collate, None if folder is None else BadRowsFile(folder, 1.0))
+    return DistillingReader(collate, None if folder is None else BadRowsFile(folder, 1.0).add)
 
 
 def test_pictures_are_of_the_next_row_that_has_one(model, tmp_path):
@@ -270,8 +270,9 @@ def test_a_picture_that_cannot_be_read(model, tmp_path, monkeypatch):
     other = next(place for place in range(start + 2, 30) if places[place] and order.index(place) != bad)
     shown = rows[order.index(other)]["messages"][0]["content"][0]["path"]
     pixels = processor.image_processor(draw(os.path.basename(shown)[:-4]), return_tensors="pt")["pixel_values"]
-    assert torch.equal(batch["pixel_values"].flatten(), pixels.flatten()) and reader.file.count() == 0
-    monkeypatch.setattr(distillation, "SEARCHED", other - start - 1)
+    assert torch.equal(batch["pixel_values"].flatten(), pixels.flatten())
+    assert BadRowsFile(tmp_path, 1.0).count() == 0
+    monkeypatch.setattr(kept_text, "SEARCHED", other - start - 1)
     with pytest.raises(ValueError, match="Expected a row with a picture in the .* rows that follow .*line"):
         reader_of(processor, tmp_path)([Place(order, start)])
 

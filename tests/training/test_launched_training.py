@@ -30,6 +30,8 @@ def note(event, given):
 notes = os.open(os.environ["NOTES"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 sys.addaudithook(note)
 """
+RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 TWO = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
 
@@ -54,9 +56,7 @@ def launched(desk, output, how, *options, folder):
     (folder / "watch").mkdir(exist_ok=True)
     (folder / "watch" / "sitecustomize.py").write_text(WATCH)
     paths = os.pathsep.join([str(folder / "watch"), str(ROOT)])
-    environment = {
-        name: value for name, value in os.environ.items() if name not in (*launch.RANKS, *launch.SIZES, "LOCAL_RANK")
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in (*RANKS, *SIZES, "LOCAL_RANK")}
     environment |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hub")}
     environment |= {"WATCHED": str(output), "NOTES": str(folder / "notes")}
     whole = [*LAUNCH, *how, "-m", "hf_xattn", "train", *command(desk, output, *options)]
@@ -127,16 +127,6 @@ def _of_each(name, states, processes):
 
 
 @pytest.mark.slow
-def test_on_a_cpu_accelerate_starts_one_process(desk, tmp_path):
-    """`accelerate launch --cpu --num_processes 2`, which trains with half the batch, and nobody is told."""
-    how = ["--cpu", "--num_processes", "2", "--num_machines", "1"]
-    done = launched(desk, tmp_path / "out", how, "--batch-size", "2", folder=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("One process trains: `accelerate launch --cpu`")
-    assert json.loads((tmp_path / "out" / OPTIONS_FILE).read_text())["processes"] == 1
-
-
-@pytest.mark.slow
 def test_two_killed_processes_go_on(desk, tmp_path):
     """Processes that go on from different checkpoints, or with the random state of another one."""
     options = ["--batch-size", "1"]
@@ -157,10 +147,10 @@ def test_two_killed_processes_go_on(desk, tmp_path):
 
 def test_ranks_of_the_launchers(monkeypatch, capsys):
     """A launcher whose ranks are not known: each process takes itself for the first one."""
-    for name in (*launch.RANKS, *launch.SIZES, "ACCELERATE_USE_CPU", "MASTER_PORT"):
+    for name in (*RANKS, *SIZES):
         monkeypatch.delenv(name, raising=False)
-    assert launch.is_first_process() and launch.num_processes() == 1 and not launch.is_lone_on_cpu()
-    for rank, size in zip(launch.RANKS, launch.SIZES):
+    assert launch.is_first_process() and launch.num_processes() == 1
+    for rank, size in zip(RANKS, SIZES):
         with monkeypatch.context() as patch:
             patch.setenv(rank, "1")
             patch.setenv(size, "4")
@@ -168,9 +158,3 @@ def test_ranks_of_the_launchers(monkeypatch, capsys):
             launch.say("not this one")
     launch.say("once")
     assert capsys.readouterr().out == "once\n"
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    assert not launch.is_lone_on_cpu()
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert launch.is_lone_on_cpu()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not launch.is_lone_on_cpu()

@@ -17,8 +17,7 @@ from helpers.models.template_models import save_chat_model
 from helpers.processes import killed_runs
 from helpers.processes.warm_processes import KILLED, call, start
 from hf_xattn import last_complete_checkpoint
-from hf_xattn.training.complete_checkpoints import find_checkpoints
-from hf_xattn.training.run_folder import CHECKPOINTS, OPTIONS_FILE, UNFINISHED
+from hf_xattn.training.run_folder import CHECKPOINTS, OPTIONS_FILE, UNFINISHED, find_checkpoints
 
 
 slow = pytest.mark.slow  # a file more of the same kind
@@ -266,7 +265,7 @@ def test_incomplete(spoil, reason, tmp_path, monkeypatch):
     assert last_complete_checkpoint(str(tmp_path)) == str(last)
     spoil(last)
     warnings = []
-    monkeypatch.setattr(logging.getLogger("hf_xattn.training.complete_checkpoints"), "warning", warnings.append)
+    monkeypatch.setattr(logging.getLogger("hf_xattn.training.run_folder"), "warning", warnings.append)
     assert last_complete_checkpoint(tmp_path) == str(good)
     assert warnings == [f"{last} is skipped: it is not complete ({reason})."]
     shutil.rmtree(good)
@@ -285,7 +284,7 @@ def test_what_counts_as_complete(tmp_path):
     torch.save({}, path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     assert last_complete_checkpoint(tmp_path) == str(path)
     torch.save({}, path / "rng_state_0.pth")
-    assert find_checkpoints(tmp_path, processes=2).skipped == [(path, "rng_state_1.pth is missing")]
+    assert find_checkpoints(tmp_path, processes=2)[1] == [(path, "rng_state_1.pth is missing")]
     torch.save({}, path / "rng_state_1.pth")
-    assert find_checkpoints(tmp_path, processes=2).last == path
+    assert find_checkpoints(tmp_path, processes=2)[0] == path
     assert load_file(path / "adapter_model.safetensors").keys() == {"a", "b"}

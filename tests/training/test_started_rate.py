@@ -9,7 +9,7 @@ from helpers.models.template_models import save_chat_model
 from helpers.models.tiny_models import make_model
 from helpers.processes.command_runs import interrupted, run_training
 from hf_xattn import freeze, parameter_groups
-from hf_xattn.training.parameter_groups import starts_at_zero
+from hf_xattn.training.freezing import starts_at_zero
 
 
 RATE = 1e-3

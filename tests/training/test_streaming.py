@@ -17,7 +17,7 @@ from helpers.models.template_models import save_chat_model
 from helpers.processes import killed_runs
 from helpers.processes.command_runs import run_training
 from helpers.processes.warm_processes import KILLED, call, run_ranks
-from hf_xattn.data.order import WITHOUT_BAD
+from hf_xattn.data.loading import WITHOUT_BAD
 from hf_xattn.training import run_data
 from hf_xattn.training.bad_rows import BAD_ROWS_FILE
 from hf_xattn.training.picture_use import MOST_ROWS
@@ -252,7 +252,7 @@ def test_what_the_log_says(model, tmp_path, capsys):
 ROWS = """
 import json, sys
 from hf_xattn.data.loading import load_rows
-from hf_xattn.data.order import Shuffled
+from hf_xattn.data.loading import Shuffled
 rows = load_rows(sys.argv[1])
 order = Shuffled(rows, len(rows))
 for place in range(0, len(rows), len(rows) // 2000):

@@ -1,4 +1,4 @@
-"""Rows of photographs with questions, as `hf-xattn train` and `eval` read them.
+"""Questions about pictures of known things, as rows that `hf-xattn train` and `eval` read.
 
 Those to train on are chats about new pictures of the trained photographs. Those that are held out are questions in
 other words, about new pictures of these and about photographs that are not trained on.
@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .pictures import Pictures
-from .questions import NEW_PHRASINGS, PHRASINGS, Phrasings, Question, ask, kinds_for
-from .things import Thing
+from .pictures import Pictures, Placed, Thing, of_kind
 
 
+Phrasings = Mapping[str, Sequence[str]]
+NUMBERS = ("no", "one", "two", "three", "four")
+SIDES = ("left", "right")
 PICTURES = 3000  # to train on
 EACH, OTHERS = 40, 1  # held-out questions of a kind about trained photographs; pictures of each other photograph
 COUNTS, SHARES = (1, 2, 3, 4), (0.4, 0.36, 0.12, 0.12)  # things in a picture
@@ -25,6 +26,68 @@ QUESTIONS = 4  # of a chat
 SHARE_OF_SINGLE = 0.2  # rows of one question
 KNOWN, PHOTOGRAPH, DRAWING, NEVER = "trained photographs", "another photograph", "a drawing", "never seen"
 OF_EACH = {"name": 1, "kind": 1, "at side": 2, "side": 2, "how many": None, "is there": None, "caption": None}
+
+
+def _read_phrasings() -> tuple[Phrasings, Phrasings]:
+    """The phrasings of each kind of question that are trained on, and those that are held out."""
+    trained, new = {}, {}
+    for part in Path(__file__).with_name("phrasings.txt").read_text(encoding="utf-8").split("\n\n"):
+        kind, *lines = part.strip().splitlines()
+        end = lines.index("NEW")
+        trained[kind.strip("[]")], new[kind.strip("[]")] = lines[:end], lines[end + 1 :]
+    return trained, new
+
+
+# With few phrasings the text model, asked in other words, answers as if there were no picture. New ones are held out,
+# to measure with while a choice is made. The sealed test has its own.
+PHRASINGS, NEW_PHRASINGS = _read_phrasings()
+
+
+class Question(NamedTuple):
+    kind: str
+    text: str
+    answer: str
+
+
+def kinds_for(count: int) -> tuple[str, ...]:
+    """The kinds of questions that a picture of this many things allows."""
+    if count == 1:
+        return "name", "kind", "how many", "is there"
+    return ("at side", "side", "how many", "is there", "caption") if count == 2 else ("how many", "is there", "caption")
+
+
+def ask(
+    kind: str, placed: Sequence[Placed], phrasings: Phrasings, rng: random.Random, all_things: Sequence[Thing]
+) -> Question:
+    """A question of a kind about a picture. `all_things`: those that may be asked for and not be there."""
+    phrasing, first = rng.choice(phrasings[kind]), placed[0].thing
+    if kind == "name":
+        return Question(kind, phrasing, _sentence(first.named))
+    if kind == "kind":
+        return Question(kind, phrasing, _sentence(of_kind(first.kind)))
+    if kind == "at side":
+        side = rng.choice(SIDES)
+        return Question(kind, phrasing.format(side=side), _sentence(placed[SIDES.index(side)].thing.named))
+    if kind == "side":
+        place = rng.randrange(2)
+        thing = placed[place].thing
+        return Question(kind, phrasing.format(the=thing.the), _sentence(f"{thing.the} is on the {SIDES[place]}"))
+    if kind == "how many":
+        return Question(kind, phrasing, _sentence(NUMBERS[len(placed)]))
+    if kind == "is there":
+        there = {each.thing.name for each in placed}
+        if rng.random() < 0.5:
+            thing = rng.choice(placed).thing
+            return Question(kind, phrasing.format(a=thing.named), f"Yes, there is {thing.named}.")
+        thing = rng.choice([each for each in all_things if each.name not in there])
+        return Question(kind, phrasing.format(a=thing.named), f"No, there is no {thing.name}.")
+    assert kind == "caption"
+    *names, last = [each.thing.named for each in placed]
+    return Question(kind, phrasing, _sentence(f"{', '.join(names)} and {last}" if names else last))
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
 
 
 def train_rows(pictures: Pictures, things: list[Thing], count: int, seed: int) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -68,7 +131,8 @@ def asked_rows(
     for kind, count in OF_EACH.items():
         for index in range(each):
             rng = random.Random(f"{name} {seed} {kind} {index}")
-            chosen = rng.sample(known, count or _count_for(kind, rng))
+            fitting = [number for number in COUNTS if kind in kinds_for(number)]
+            chosen = rng.sample(known, count or rng.choice(fitting))
             files = [(thing, rng.choice(thing.trained)) for thing in chosen]
             picture, placed = pictures.compose(rng, files, trained_ground=rng.random() < 0.5)
             yield picture, _row(KNOWN, ask(kind, placed, phrasings, rng, known))
@@ -80,10 +144,6 @@ def asked_rows(
                 part = NEVER if not thing.known else DRAWING if "cartoon" in file else PHOTOGRAPH
                 for kind in ("name", "kind") if thing.known else ("kind",):
                     yield picture, _row(part, ask(kind, placed, phrasings, rng, known))
-
-
-def _count_for(kind: str, rng: random.Random) -> int:
-    return rng.choice([count for count in COUNTS if kind in kinds_for(count)])
 
 
 def _row(part: str, question: Question) -> dict[str, Any]:
@@ -110,11 +170,6 @@ def write_rows(folder: Path, rows: Iterator[tuple[Any, dict[str, Any]]]) -> str:
     text = "\n".join(line for _, line in lines) + "\n"
     (folder / "metadata.jsonl").write_text(text)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def write_training(folder: Path, pictures: Pictures, things: list[Thing], count: int, seed: int) -> None:
-    """Writes the rows to train on, about `count` pictures."""
-    write_rows(folder, train_rows(pictures, things, count, seed))
 
 
 def write_held_out(

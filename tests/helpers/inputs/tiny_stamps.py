@@ -5,8 +5,7 @@ import zlib
 from PIL import Image
 
 from helpers.models.chat_models import drawing
-from hf_xattn.demo.photographs.pictures import STAMPS
-from hf_xattn.demo.photographs.things import read_table
+from hf_xattn.demo.photographs.pictures import STAMPS, read_table
 
 
 THINGS = read_table()

@@ -1,6 +1,6 @@
 """A ridge regression at once, of features and targets that fit into memory."""
 
-from hf_xattn.training.ridge import RidgeSums
+from hf_xattn.training.alignment_words import RidgeSums
 
 
 def ridge(features, targets):
