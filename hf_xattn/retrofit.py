@@ -9,7 +9,15 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .checkpoints.bases import check_load_kwargs, load_text, load_vision, note_base, text_config_of, vision_config_of
+from .checkpoints.bases import (
+    check_load_kwargs,
+    load_text,
+    load_vision,
+    note_base,
+    text_config_of,
+    text_half,
+    vision_config_of,
+)
 from .checkpoints.gguf_files import split_gguf
 from .checkpoints.own_parts import refuse_adapter_layers
 from .checkpoints.quantization import return_quantizer
@@ -21,7 +29,6 @@ from .checkpoints.removal import (
     recorded,
     take_out,
 )
-from .checkpoints.text_half import text_half
 from .configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
 from .decoders.derived import original_class
 from .images.measure import Measured, measured, measured_features

@@ -22,10 +22,9 @@ from ..learning.activation_wrappers import refuse_reentrant
 from ..learning.frozen import give_gradient_to_inputs, keep_frozen_in_eval
 from ..learning.lost_updates import warn_of_half_precision
 from ..learning.sharding import XAttnUnitsMixin, block_plan, fsdp_plan
-from ..utils.checkpoint_files import Stored
+from ..utils.checkpoint_files import NotesWhatIsMissing, Stored, check_class, check_complete
 from ..utils.config_checks import DTYPES, check_parts
 from ..utils.custom_code import trusting
-from ..utils.first_values import NotesWhatIsMissing, check_class, check_complete
 from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.stub import NamesItsStub
 from ..utils.transformers_api import has, needs
@@ -36,7 +35,6 @@ from .folders import (
     find_manifest,
     find_peft,
     refuse_other_files,
-    refuse_pickles,
     warn_of_rounding,
 )
 from .own_parts import warn_before_training
@@ -205,7 +203,6 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                 base that is gone or has other weights. With a loaded text model, for a folder that changes its weights.
         """
         _refuse_splitting_of_old(kwargs)
-        refuse_pickles(kwargs)
         with trusting(pretrained_model_name_or_path, kwargs):
             if isinstance(config, XAttnConfig):
                 config.read_custom_code()
@@ -261,10 +258,9 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> Any:
+        refuse_other_files(checkpoint_files)
         if expected_keys is None:  # otherwise the weights are an adapter's (PEFT)
             model._stored = check_stored(model, state_dict, checkpoint_files, load_config)
-        else:
-            refuse_other_files(checkpoint_files)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
 
     def load_state_dict(self, state_dict: Any, *args, **kwargs) -> Any:

@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 from ..configuration_xattn import XAttnConfig
 from ..layers.block import cross_attention_blocks
 from ..utils.custom_code import build_part
-from ..utils.quantized_weights import first_quantized, is_quantized
+from ..utils.tensor_checks import first_quantized, is_quantized
 
 
 # What stays in high precision, as patterns of transformers' quantizers. A model with a head has the prefix `model.`.

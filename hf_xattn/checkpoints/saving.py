@@ -20,8 +20,8 @@ from ..utils.checkpoint_files import CARD, SHARDS, SHARDS_OF_RANKS
 from ..utils.custom_code import save_code, save_parts_code
 from ..utils.distributed import gathered_weights, is_distributed, is_sharded_by_transformers
 from ..utils.keywords import refuse_unknown
-from ..utils.quantized_weights import first_quantized
 from ..utils.stub import PACKAGE, own_code, write_stub
+from ..utils.tensor_checks import first_quantized
 from ..utils.transformers_api import is_blank_card
 from ..utils.whole_folder import WholeFolder
 from .folders import MANIFEST, check_adapter_target, check_target, weight_files_of

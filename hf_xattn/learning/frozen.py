@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..decoders.insertion import BLOCKS, part_of
-from ..utils.quantized_weights import is_packed, is_quantized
+from ..utils.tensor_checks import is_packed, is_quantized
 
 
 def keep_frozen_in_eval(module: nn.Module) -> None:

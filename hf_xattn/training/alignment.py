@@ -26,8 +26,7 @@ from torch import nn
 
 from ..processing_xattn import XAttnProcessor
 from ..utils.architectures import text_num_hidden_layers
-from ..utils.quantized_weights import check_trainable
-from ..utils.tensor_checks import type_name
+from ..utils.tensor_checks import check_trainable, type_name
 from .alignment_features import Pictures, solved_layer
 from .alignment_words import CannotAlign, Texts, ToldWords, told_apart, word_states
 from .block_start import check_fresh, start_blocks

@@ -17,7 +17,7 @@ from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS, PARTS, part_of
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..utils.keywords import refuse_unknown
-from ..utils.quantized_weights import is_packed, is_quantized, plain_tensors, shape_before, untrainable
+from ..utils.tensor_checks import is_packed, is_quantized, plain_tensors, shape_before, untrainable
 
 
 REMEDIES = {

@@ -11,7 +11,7 @@ from ..decoders.insertion import PARTS
 from ..learning.activation_wrappers import WRAPPED, unwrapped
 from ..learning.lost_updates import HALF
 from ..learning.sharding import names_of_units
-from ..utils.quantized_weights import is_quantized
+from ..utils.tensor_checks import is_quantized
 from .freezing import body_of, part_weights
 
 

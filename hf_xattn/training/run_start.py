@@ -14,7 +14,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..checkpoints.model_card import is_fresh
 from ..data.loading import Rows
-from ..utils.quantized_weights import is_quantized
+from ..utils.tensor_checks import is_quantized
 from .alignment import ConnectorAlignment, align_connector
 from .alignment_words import CannotAlign
 from .freezing import body_of

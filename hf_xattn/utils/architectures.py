@@ -12,8 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .transformers_api import is_before, needs
-from .versions import OLDEST
+from .transformers_api import OLDEST, is_before, needs
 
 
 # Vision towers that read an image as tiles, with aspect ratios. The width of their output is `vision_output_dim`.

@@ -35,7 +35,7 @@ GENERIC = frozenset(
     per_layer_config quantization_config tie_word_embeddings torch_dtype use_cache
     """.split()
 )
-MOST_DEPTH = 16  # of objects in objects
+MOST_LABELS = 2**20  # transformers makes a name of each: 10^9 of them would take 200 GB
 KERNELS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 DTYPES = ("dtype", "torch_dtype")
 
@@ -300,23 +300,16 @@ def check_layers(layers: Any, num_layers: int) -> list[int]:
     return sorted(layers)
 
 
-def check_fields(
-    fields: Any, where: str, depth: int = 0, config_class: type[PreTrainedConfig] = PreTrainedConfig
-) -> None:
+def check_fields(fields: Any, where: str, config_class: type[PreTrainedConfig] = PreTrainedConfig) -> None:
     """Checks the fields of a configuration, and of those inside it, which transformers would follow.
 
     Args:
         where (`str`): begins each message: the file, and the part.
-        depth (`int`): in how many objects these fields are.
 
     Raises:
-        ValueError: for a name that leads to code or to another folder, and a key that would replace a method of
-            `config_class`. The message names the field.
+        ValueError: for a name that leads to code or to another folder, a key that would replace a method of
+            `config_class`, and labels that take all memory. The message names the field.
     """
-    if not isinstance(fields, dict):
-        raise ValueError(f"{where}: expected an object, got {short(fields)}.")
-    if depth > MOST_DEPTH:
-        raise ValueError(f"{where}: expected at most {MOST_DEPTH} objects inside each other, got more.")
     for name, value in fields.items():
         if not isinstance(name, str) or name.startswith("__") or callable(getattr(config_class, name, None)):
             raise ValueError(f"{where}: expected the names of settings, got {short(name)}.")
@@ -324,8 +317,10 @@ def check_fields(
             _check_kernel(name, value, where)
         elif name == "transformers_weights":
             _check_weights_name(value, where)
+        elif name == "num_labels" and isinstance(value, int) and value > MOST_LABELS:
+            raise ValueError(f"{where}: expected `num_labels` of at most {MOST_LABELS}, got {short(value)}.")
         elif name.endswith("_config") and name != "quantization_config" and isinstance(value, dict):
-            check_fields(value, f"{where}, `{name}`", depth + 1)
+            check_fields(value, f"{where}, `{name}`")
 
 
 def _check_kernel(name: str, value: Any, where: str) -> None:

@@ -66,7 +66,7 @@ def test_wrong_sources_are_refused(tmp_path):
     index = json.loads((source / "model.safetensors.index.json").read_text())
     lost, file = next(iter(index["weight_map"].items()))
     without(source / file, lost)
-    refused(f"the index names {lost}, which is not in its file")
+    refused("is not complete: no tensor for")
     for damaged in ("{", "[]", "{}", '{"weight_map": 3}'):
         (source / "model.safetensors.index.json").write_text(damaged)
         refused("index.json is damaged: expected")
