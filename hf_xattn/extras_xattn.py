@@ -7,7 +7,7 @@ them, as methods that do nothing, and this file puts the extras there:
     find_source                          images that were encoded before, by content   storage/image_store.py
     images_of_nobody, zero_of_others     processes that wait for each other            learning/stand_in.py
     find_numbering                       places of images in their row                 parts/perceiver.py
-    find_samples                         several samples in one text row               packing/packed_rows.py
+    find_samples                         several samples in one text row               parts/packed_rows.py
     why_uncached                         layers that a backward pass runs again        learning/activation_wrappers.py
     image_identity                       whose weights have encoded a cache's images   checkpoints/model_identity.py
 
@@ -23,8 +23,8 @@ from __future__ import annotations
 from .checkpoints.model_identity import XAttnIdentityMixin
 from .learning.activation_wrappers import XAttnRecomputingMixin
 from .learning.stand_in import XAttnStandInMixin
-from .packing.packed_rows import XAttnPackingMixin
 from .parts.grid_code import mlp_2d
+from .parts.packed_rows import XAttnPackingMixin
 from .parts.perceiver import XAttnNumberingMixin, perceiver
 from .parts.position_bias import relative_position_bucket
 from .parts.tiles import Tiles

@@ -288,7 +288,7 @@ def save_small(
         # Loading lays them over the weights of a base in memory, so they keep the names that they have there.
         options = {**options, "state_dict": added, "save_original_format": False}
         with without_quantizer(model, keeps_config=not requantized), saved_by_one(model):
-            model._write(fresh, with_code, options, target, small=True)
+            model._write(fresh, with_code, options, target)
         for path in sorted(fresh.glob("model*.safetensors")):
             path.rename(fresh / path.name.replace("model", WEIGHTS, 1))
         for path in fresh.glob("model.safetensors.index*.json"):

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
+from ..utils.architectures import text_num_hidden_layers
 from ..utils.checkpoint_files import Stored, short
 from ..utils.config_checks import check_layer_count
 from ..utils.keywords import FILE_KEYWORDS, given
@@ -81,7 +82,7 @@ def gguf_config(path: Path) -> PreTrainedConfig:
     head = _read_head(*_version_of(path))
     config = copy.deepcopy(_read_config(*_version_of(path)))
     # Thousands of layers take minutes to build, even without values. If few are missing, loading names them.
-    check_layer_count(config.to_dict(), len(head.tensors), str(path))
+    check_layer_count({"num_layers": text_num_hidden_layers(config)}, len(head.tensors), str(path))
     return config
 
 

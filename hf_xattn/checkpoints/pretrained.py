@@ -28,6 +28,7 @@ from ..utils.custom_code import trusting
 from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.stub import NamesItsStub
 from ..utils.transformers_api import has, needs
+from .adapters import SmallCheckpoint
 from .folders import (
     check_adapter_folder,
     check_folder,
@@ -234,15 +235,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                     known = XAttnConfig.from_pretrained(source, **given(FILE_KEYWORDS, kwargs))
                 kwargs["quantization_config"] = keep_added_precise(kwargs["quantization_config"], known)
             info_wanted = kwargs.pop("output_loading_info", False)
-            try:
-                pair: Any = super().from_pretrained(
-                    source, *model_args, config=config, output_loading_info=True, **kwargs
-                )
-            except torch.OutOfMemoryError:
-                raise
-            except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
-                # Of the parts' own classes, and for weights of other shapes.
-                raise ValueError(f"{source} cannot be loaded: {type(error).__name__}: {error}.") from error
+            pair: Any = super().from_pretrained(source, *model_args, config=config, output_loading_info=True, **kwargs)
             model, info = pair
             if checked is None and source is not None:  # a Hub id
                 check_class(cls, model.config.architectures, source, MODELS)
@@ -276,8 +269,6 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     def _from_small(
         cls, source: Any, model_args: tuple[Any, ...], config: Any, load_kwargs: dict[str, Any], allowed: bool
     ) -> Any:
-        from .adapters import SmallCheckpoint
-
         saved: Any = SmallCheckpoint.find(source, load_kwargs)
         identity = saved.identity()
         if isinstance(text := load_kwargs.get("text_base"), PreTrainedModel):

@@ -24,6 +24,7 @@ from ..utils.stub import PACKAGE, own_code, write_stub
 from ..utils.tensor_checks import first_quantized
 from ..utils.transformers_api import is_blank_card
 from ..utils.whole_folder import WholeFolder
+from .adapters import check_bases, save_small
 from .folders import MANIFEST, check_adapter_target, check_target, weight_files_of
 from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers, refuse_own_parts, warn_of_weights_left_out
 from .quantization import check_savable
@@ -123,8 +124,6 @@ class XAttnSavingMixin(Model):
         """
         options: dict[str, Any] = {"with_code": with_code}
         if adapter_only:
-            from .adapters import check_bases
-
             for name, source in check_bases(self, {"text_base": text_base, "vision_base": vision_base}).items():
                 if os.path.isdir(source.name):
                     raise ValueError(
@@ -152,8 +151,6 @@ class XAttnSavingMixin(Model):
     def _save_adapter(
         self, target: Path, is_main_process: bool, bases: dict[str, Any], with_code: bool, options: dict[str, Any]
     ) -> None:
-        from .adapters import save_small
-
         refuse_unknown(self.save_pretrained, options, SAVE_KEYWORDS)
         if options.pop("push_to_hub", False):
             raise ValueError(
@@ -231,7 +228,6 @@ class XAttnSavingMixin(Model):
         options: dict[str, Any],
         target: Path,
         is_main_process: bool = True,
-        small: bool = False,
     ) -> None:
         is_whole = is_main_process and not self._saves_peft_adapter()
         if is_whole:
@@ -240,7 +236,7 @@ class XAttnSavingMixin(Model):
             parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
             save_code([(part, own) for part, own in parts if part is not None and own is not None], folder)
             save_parts_code(config, folder, with_code)
-            write_stub(folder, with_code, target, small)
+            write_stub(folder, with_code, target)
         saved: Any = super()
         saved.save_pretrained(folder, is_main_process, **options)
         if is_whole:

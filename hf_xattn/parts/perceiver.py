@@ -23,10 +23,10 @@ from ..cache.visibility import image_order
 from ..configuration_xattn import PerceiverConfig, XAttnConfig
 from ..images.image_inputs import ImageInputs
 from ..layers.image_rows import ImageRows
-from ..packing.packed_rows import PackedText, places_in_samples
 from ..utils.parts import CONNECTORS, ValuesComeLater
 from ..utils.projection import ImageLinear
 from ..utils.tensor_checks import has_values
+from .packed_rows import PackedText, places_in_samples
 
 
 class PerceiverAttention(nn.Module):

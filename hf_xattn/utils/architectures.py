@@ -36,7 +36,7 @@ class Architecture:
         since, static_since (`str`): the first transformers whose own decoder is right, and right with a static cache.
             Before, it saw text to come, read text after cached text wrongly, or failed.
         not_static (`str`, *optional*): why it is wrong with a static cache in every version.
-        packs (`bool`): whether it keeps the samples of a packed row apart (`packing/packed_rows.py`). A test compares
+        packs (`bool`): whether it keeps the samples of a packed row apart (`parts/packed_rows.py`). A test compares
             each such type with its samples alone. A model of the type with recurrent layers is refused all the same.
     """
 

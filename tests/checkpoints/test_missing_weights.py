@@ -85,7 +85,7 @@ def test_a_missing_expert(part, tmp_path):
     make_model("mixtral").save_pretrained(tmp_path)
     damage(tmp_path / "model.safetensors", LAYER + "block_sparse_moe." + part)
     for load in LOADERS:
-        with pytest.raises(ValueError, match=rf"{tmp_path} cannot be loaded: RuntimeError"):
+        with pytest.raises(RuntimeError):
             load(tmp_path)
 
 
