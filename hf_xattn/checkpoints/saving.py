@@ -27,7 +27,7 @@ from ..utils.whole_folder import WholeFolder
 from .adapters import check_bases, save_small
 from .folders import MANIFEST, check_adapter_target, check_target, weight_files_of
 from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers, refuse_own_parts, warn_of_weights_left_out
-from .quantization import check_savable
+from .quantization import check_requantizable
 from .saved_names import rules_of_parts
 
 
@@ -182,7 +182,7 @@ class XAttnSavingMixin(Model):
         else:
             check_target(target, adapter_only=False)
             refuse_adapter_layers(self.base_model, "`save_pretrained` cannot save", SAVE_OR_MERGE)
-            check_savable(self)
+            check_requantizable(self)
             if given and first_quantized(self.base_model) is not None:
                 raise ValueError("Leave `state_dict` out: of a quantized model, the weights that it holds are saved.")
             if given is None and not is_sharded_by_transformers(self):

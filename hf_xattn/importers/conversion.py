@@ -113,8 +113,6 @@ def folder_of(source: str | Path) -> Path:
     """The folder of a source. Downloads a Hub id."""
     folder = Path(source)
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"`source` ({folder}) holds no config.json.")
         if (folder / PEFT_CONFIG).is_file():
             raise ValueError(
                 f"`source` ({folder}) holds an adapter of PEFT ({PEFT_CONFIG}), whose weights would be left out. Merge "

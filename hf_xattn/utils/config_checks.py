@@ -74,22 +74,19 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
         Raises a `ValueError` for fields that no model has, before anything is built from them ([`check_fields`]).
         """
         check_fields(config_dict, cls.__name__, config_class=cls)
-        with names_come_later(bool(config_dict.get("auto_map"))):
-            return cls._from_checked(config_dict, kwargs)
-
-    @classmethod
-    def _from_checked(cls, config_dict: dict[str, Any], kwargs: dict[str, Any]) -> Any:
         config_dict = {**cls.values_of_old_files, **config_dict}
         later = {name: value for name, value in config_dict.items() if _resembles(cls, name)}
-        made = super().from_dict({name: value for name, value in config_dict.items() if name not in later}, **kwargs)
-        config = made[0] if isinstance(made, tuple) else made
-        for name, value in later.items():
-            _warn_of_unknown(cls, name)
-            setattr(config, name, value)
-        for name, spec in cls.sub_configs_defaults.items():
-            if isinstance(value := getattr(config, name), dict):
-                setattr(config, name, spec.create_subconfig(name, value)[0])
-        config._check_fields()
+        fields = {name: value for name, value in config_dict.items() if name not in later}
+        with names_come_later(bool(config_dict.get("auto_map"))):
+            made = super().from_dict(fields, **kwargs)
+            config = made[0] if isinstance(made, tuple) else made
+            for name, value in later.items():
+                _warn_of_unknown(cls, name)
+                setattr(config, name, value)
+            for name, spec in cls.sub_configs_defaults.items():
+                if isinstance(value := getattr(config, name), dict):
+                    setattr(config, name, spec.create_subconfig(name, value)[0])
+            config._check_fields()
         return made
 
 
