@@ -1,8 +1,8 @@
 """Checks the files of a checkpoint before anything of them is loaded.
 
 A checkpoint may come from a stranger, or be damaged. transformers opens the files that an index names wherever they
-are, and unpickles where it finds no safetensors. Here a file must lie in the checkpoint's folder, be whole, and hold
-what the index promises. Only headers are read: a flipped bit in a weight's values is not noticed.
+are. Here a file must lie in the checkpoint's folder, and be whole. Only headers are read: a flipped bit in a weight's
+values is not noticed.
 
 transformers gives first values to weights that a checkpoint lacks, and opens a checkpoint with the class that is
 registered for its model type. It warns at most. So the models of this package are loaded whole, by the class that they
@@ -25,7 +25,6 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NUMBER = "[0-9][0-9][0-9][0-9][0-9]"
 SHARDS = f"-{NUMBER}-of-{NUMBER}"  # what transformers appends to the names of shards
@@ -34,8 +33,6 @@ OFFSETS = "DCP_SHARDING_INFO"  # of the parts, in the metadata of such a file
 CARD = "README.md"  # the model card
 SIDE_FILES = ("generation_config.json",)  # transformers falls back to defaults where it cannot read them
 INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
-
-
 NAMED = 3  # weights in a message
 
 
