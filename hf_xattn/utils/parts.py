@@ -31,7 +31,8 @@ class ValuesComeLater(TorchFunctionMode):
     """Leaves new layers without values. For constructors of a model that then calls `post_init`, or on the meta device.
 
     torch's layers draw random numbers in their constructors, and `_init_weights` writes every weight of a block or
-    connector again: on a CPU the lost numbers took more time than those that stay. A mode of torch holds for one thread: models that other threads make are not changed.
+    connector again: on a CPU the lost numbers took more time than those that stay. A mode of torch holds for one
+    thread: models that other threads make are not changed.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
