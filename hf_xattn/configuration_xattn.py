@@ -13,10 +13,7 @@ from transformers.utils.type_validators import positive_int_field
 from .utils.architectures import shared_size, text_hidden_size, text_num_hidden_layers, vision_feature_size
 from .utils.config_checks import (
     CheckedConfig,
-    check_activation,
-    check_added_vocabulary,
     check_buckets,
-    check_config_class,
     check_features,
     check_layers,
     check_names,
@@ -27,7 +24,6 @@ from .utils.config_checks import (
     finite,
     not_negative,
     positive,
-    refuse_unknown_fields,
     share,
 )
 from .utils.custom_code import UnreadConfig, read_config, read_parts
@@ -155,7 +151,6 @@ class CrossAttentionConfig(CheckedConfig):
                 f"`num_key_value_heads` ({self.num_key_value_heads}) must divide `num_attention_heads` "
                 f"({self.num_attention_heads})."
             )
-        check_activation("hidden_act", self.hidden_act)
         if self.mlp_type == "none" and self.mlp_bias:
             raise ValueError("Expected `mlp_bias=False` with `mlp_type='none'`, a block without an MLP, got True.")
         GATES.check(self.gate, self.gate_options)
@@ -231,11 +226,7 @@ class PerceiverConfig(CheckedConfig):
         check_names(type(self), kwargs)
         if not _is_left_out(self.hidden_size) and _is_left_out(self.intermediate_size):
             self.intermediate_size = 4 * self.hidden_size
-        self._check_fields()
         super().__post_init__(**kwargs)
-
-    def _check_fields(self) -> None:
-        check_activation("hidden_act", self.hidden_act)
 
 
 @strict
@@ -341,7 +332,6 @@ class XAttnConfig(CheckedConfig):
         super().__post_init__(**kwargs)
         if given is None or isinstance(given, dict):
             given = complete_cross_attention_config(given, self.text_config)
-        check_config_class("cross_attention_config", given, CrossAttentionConfig)
         block = self.cross_attention_config = given
         for name, (config, attn, experts) in live.items():
             if asked_attn is None:
@@ -375,7 +365,6 @@ class XAttnConfig(CheckedConfig):
 
     def _check_fields(self) -> None:
         CONNECTORS.check(self.connector_type, self.connector_options)
-        check_activation("connector_hidden_act", self.connector_hidden_act)
         if isinstance(self.text_config, UnreadConfig) or isinstance(self.vision_config, UnreadConfig):
             return  # checked when their code is run: sizes may have other names there
         num_layers = text_num_hidden_layers(self.text_config)
@@ -402,7 +391,6 @@ class XAttnConfig(CheckedConfig):
                 f"`image_visibility={self.image_visibility!r}` depends on the image markers in the text: expected "
                 "`image_token_id` to be set, got None."
             )
-        check_added_vocabulary(self.additional_vocab_size, self.additional_vocab_in_head)
         known = getattr(self.text_config.get_text_config(), "vocab_size", None)
         last = None if known is None else known + self.additional_vocab_size
         check_token_id("image_token_id", self.image_token_id, last)
@@ -416,8 +404,6 @@ class XAttnConfig(CheckedConfig):
             raise ValueError("`connector_type='perceiver'` needs a `vision_config`, got None.")
         width = vision_feature_size(self)
         perceiver = self.perceiver_config
-        if perceiver is not None:
-            check_config_class("perceiver_config", perceiver, PerceiverConfig)
         if perceiver is None or _is_left_out(perceiver.hidden_size):
             fields = {} if perceiver is None else perceiver.to_dict()
             self.perceiver_config = PerceiverConfig(**{**fields, "hidden_size": width})
@@ -438,7 +424,6 @@ def complete_cross_attention_config(partial: dict | None, text_config: PreTraine
     fields = dict(partial or {})
     if "model_type" in fields:  # saved by `to_dict`: complete already
         return CrossAttentionConfig.from_dict(fields)
-    refuse_unknown_fields("cross_attention", CrossAttentionConfig, fields)
     fields.setdefault("hidden_size", text_hidden_size(text_config))
     if "num_attention_heads" not in fields:
         default = max(1, fields["hidden_size"] // 64)
@@ -455,4 +440,4 @@ def complete_cross_attention_config(partial: dict | None, text_config: PreTraine
         fields["intermediate_size"] = shared_size(decoder, "intermediate_size") or 4 * fields["hidden_size"]
     if "initializer_range" not in fields and isinstance(getattr(decoder, "initializer_range", None), float):
         fields["initializer_range"] = decoder.initializer_range
-    return CrossAttentionConfig(**fields)
+    return config_of_fields("cross_attention", CrossAttentionConfig, fields)

@@ -198,7 +198,7 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
                 run, the connector does. A tower with trainable weights is refused in training.
             attention_mask (`torch.Tensor`, *optional*): `(batch, text_len)`, mask of the text.
             position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`. Positions that start again are packed
-                samples: each sees its own text and images only (see `packing/packed_rows.py`), without
+                samples: each sees its own text and images only (see `parts/packed_rows.py`), without
                 `attention_mask` and without a cache. In such a call positions that leave some out begin a sample, too.
             cache (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. If the cache holds
                 images, pass no images, only new images, or all images in their order and then new ones. Anything else

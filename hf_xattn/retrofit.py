@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .checkpoints.bases import check_load_kwargs, load_text, load_vision, note_base, text_config_of, vision_config_of
+from .checkpoints.bases import (
+    check_load_kwargs,
+    load_text,
+    load_vision,
+    note_base,
+    text_config_of,
+    text_half,
+    vision_config_of,
+)
 from .checkpoints.gguf_files import split_gguf
 from .checkpoints.own_parts import refuse_adapter_layers
 from .checkpoints.quantization import return_quantizer
@@ -21,7 +28,6 @@ from .checkpoints.removal import (
     recorded,
     take_out,
 )
-from .checkpoints.text_half import text_half
 from .configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
 from .decoders.derived import original_class
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
@@ -30,16 +36,11 @@ from .parts.measured_towers import Measured, measured, measured_features
 from .utils.architectures import text_num_hidden_layers
 from .utils.architectures import vision_hidden_size as width_of
 from .utils.config_checks import check_parts, every_nth_layer
-from .utils.keywords import ELSEWHERE
 
 
 logger = logging.get_logger(__name__)
 
 OF_GATE = {"gate", "gate_options", "gate_granularity", "gate_init"}
-PARTS = (
-    ("cross_attention", "the blocks", CrossAttentionConfig),
-    ("perceiver_config", "the perceiver", PerceiverConfig),
-)
 
 
 def retrofit(
@@ -102,7 +103,6 @@ def retrofit(
             decoder or already has blocks, a wrong layer, or contradictory options; before weights are loaded, if the
             configuration is enough to find the error.
     """
-    _refuse_fields(load_kwargs)
     check_load_kwargs(retrofit, load_kwargs, text, vision)
     cross_attention_layers = _one_of(cross_attention_layers, layers)
     of_vision = {name: value for name, value in load_kwargs.items() if name != "gguf_file"}
@@ -196,14 +196,9 @@ def remove_blocks(model: Any) -> PreTrainedModel:
         `PreTrainedModel`: the text model.
 
     Raises:
-        TypeError: for anything but a model.
         ValueError: for a model without blocks, or whose blocks were removed already; for layers that hold adapters
             (PEFT) or hooks of accelerate, or that FSDP has split. The model is not changed then.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"Expected `model` to be a model with blocks, got {type(model).__name__}. Pass what is inside a wrapper."
-        )
     body: Any = model.base_model
     is_outer = isinstance(body, XAttnModel)
     if is_outer:
@@ -271,20 +266,6 @@ def _load_tower(vision: str | Path, text: PreTrainedModel, load_kwargs: dict[str
     if "quantization_config" in load_kwargs and "device_map" not in load_kwargs:
         tower = tower.to(text.device)  # a quantizer may have put the text model on the accelerator
     return tower
-
-
-def _refuse_fields(load_kwargs: dict[str, Any]) -> None:
-    """Raises a `TypeError` for a field of a part's configuration, which says where it goes."""
-    of_all = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    for name, value in load_kwargs.items():
-        for argument, part, config_class in PARTS:
-            known = {field.name for field in dataclasses.fields(config_class)} - of_all
-            meant = name if name in known else ELSEWHERE.get(name)
-            if meant in known:
-                raise TypeError(
-                    f"retrofit() got an unexpected keyword argument `{name}`. `{meant}` is a field of {part}: pass "
-                    f"`{argument}={{{meant!r}: {value!r}}}`."
-                )
 
 
 __all__ = ["remove_blocks", "retrofit"]

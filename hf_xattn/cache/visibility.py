@@ -30,7 +30,7 @@ from .text_progress import CallersMask, TextProgress, count_markers
 
 
 class Samples(Protocol):
-    """Text of which some rows hold several samples: an extra (`packing/packed_samples.py`)."""
+    """Text of which some rows hold several samples: an extra (`parts/packed_rows.py`)."""
 
     def with_markers(self, markers: torch.Tensor | None) -> Any:
         """The same, with the image markers of the text `(B, T)`."""

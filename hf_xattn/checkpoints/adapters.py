@@ -27,10 +27,10 @@ from transformers.modeling_utils import local_torch_dtype, remove_tied_weights_f
 from transformers.utils import logging
 
 from ..configuration_xattn import XAttnConfig
-from ..utils.checkpoint_files import CARD, check_name, read_headers, read_json, short
+from ..utils.checkpoint_files import CARD, read_headers, read_json, short
 from ..utils.distributed import saved_by_one
 from ..utils.keywords import CONFIG_KEYWORDS, FILE_KEYWORDS, HUB_KEYWORDS, LOAD_KEYWORDS, given
-from ..utils.quantized_weights import first_quantized, is_quantized, plain_tensors
+from ..utils.tensor_checks import first_quantized, is_quantized, plain_tensors
 from ..utils.whole_folder import WholeFolder
 from ..version import __version__
 from .bases import BaseSource, base_of, load_text, load_vision, named_base
@@ -49,57 +49,6 @@ PARTS: tuple[tuple[str, str, Callable[..., PreTrainedModel]], ...] = (
 )
 FORMATS = (1, 2)  # the first names files and digests that are not needed; the last is written
 OF_PEFT = ("adapter_kwargs", "adapter_name")  # keywords of `from_pretrained` for an adapter (PEFT) on the model
-# What a manifest says of a base: its place, how it was loaded, and which of its weights the model lacks, or has in
-# another dtype.
-ENTRIES: dict[str, Any] = {
-    "name_or_path": str,
-    "revision": str | None,
-    "subfolder": str | None,
-    "gguf_file": str | None,
-    "prefix": str,
-    "dtype": str,
-    "dtypes": dict,
-    "absent": list,
-    "fingerprint": str,
-}
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads a manifest. Raises a `ValueError` for a damaged one, a later format, and the name of a file elsewhere."""
-    manifest = read_json(path)
-    if manifest.get("format") not in FORMATS:
-        raise ValueError(
-            f"{path} has format {short(manifest.get('format'))}, this version of hf_xattn reads up to {FORMATS[-1]}. "
-            "Update hf_xattn."
-        )
-    files = manifest.get("files")
-    for name in files if isinstance(files, (list, dict)) else ():
-        check_name(name, str(path))
-    wrong = [
-        name
-        for name, kind in (("files", list | dict), ("quantization_config", dict | None))
-        if not isinstance(manifest.get(name), kind)
-    ]
-    for _, argument, _ in PARTS:
-        if argument in manifest:
-            wrong += [f"{argument}.{entry}" for entry in _wrong_entries(manifest[argument], str(path))]
-    if wrong:
-        raise ValueError(f"{path} is damaged: its entry `{wrong[0]}` is of another kind than was saved. Save again.")
-    return manifest
-
-
-def _wrong_entries(record: Any, where: str) -> list[str]:
-    record = record if isinstance(record, dict) else {}
-    wrong = [name for name, kind in ENTRIES.items() if not isinstance(record.get(name), kind)]
-    if wrong:
-        return wrong
-    for name in ("subfolder", "gguf_file"):
-        if record.get(name):
-            check_name(record[name], where)
-    dtypes = [record["dtype"], *record["dtypes"].values()]
-    if not all(isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype) for name in dtypes):
-        wrong.append("dtypes")
-    return wrong if all(isinstance(name, str) for name in record["absent"]) else [*wrong, "absent"]
 
 
 @dataclass(frozen=True)
@@ -112,9 +61,17 @@ class SmallCheckpoint:
 
     @classmethod
     def find(cls, name: Any, load_kwargs: dict[str, Any]) -> SmallCheckpoint | None:
-        """Reads the manifest. None if there is none; errors as [`read_manifest`]."""
+        """Reads the manifest. None if there is none. Raises a `ValueError` for no JSON, and for a later format."""
         path = find_manifest(name, load_kwargs)
-        return None if path is None else cls(os.fspath(name), read_manifest(path), given(FILE_KEYWORDS, load_kwargs))
+        if path is None:
+            return None
+        manifest = read_json(path)
+        if manifest.get("format") not in FORMATS:
+            raise ValueError(
+                f"{path} has format {short(manifest.get('format'))}, this version of hf_xattn reads up to "
+                f"{FORMATS[-1]}. Update hf_xattn."
+            )
+        return cls(os.fspath(name), manifest, given(FILE_KEYWORDS, load_kwargs))
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds a file."""
@@ -205,11 +162,6 @@ class SmallCheckpoint:
     def kept(self, argument: str, base: PreTrainedModel) -> dict[str, torch.Tensor]:
         """The weights of a base that the model has, in its dtypes."""
         record, weights = self.manifest[argument], weights_of(base)
-        if unknown := {*record["absent"], *record["dtypes"]}.difference(weights):
-            raise ValueError(
-                f"{self.name}: {MANIFEST} is damaged: `{argument}` names {short(min(unknown))}, which its base "
-                "does not have. Save the model again."
-            )
         for name, dtype in record["dtypes"].items():
             weights[name] = weights[name].to(getattr(torch, dtype))
         return {name: tensor for name, tensor in weights.items() if name not in record["absent"]}
@@ -336,7 +288,7 @@ def save_small(
         # Loading lays them over the weights of a base in memory, so they keep the names that they have there.
         options = {**options, "state_dict": added, "save_original_format": False}
         with without_quantizer(model, keeps_config=not requantized), saved_by_one(model):
-            model._write(fresh, with_code, options, target, small=True)
+            model._write(fresh, with_code, options, target)
         for path in sorted(fresh.glob("model*.safetensors")):
             path.rename(fresh / path.name.replace("model", WEIGHTS, 1))
         for path in fresh.glob("model.safetensors.index*.json"):

@@ -1,6 +1,9 @@
 """The checkpoints that a model is made of: a text-only causal language model, and a vision tower.
 
 A model remembers their names, so that it can be saved without their weights (see `adapters.py`).
+
+A vision-language model holds an ordinary decoder (`text_config`) beside its own modules for images. A retrofit uses
+its text half, the decoder and the head, and drops the other modules. The weights are shared with the larger model.
 """
 
 from __future__ import annotations
@@ -13,20 +16,23 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 
 from ..decoders.insertion import check_kind
 from ..parts.towers import check_comes_back, check_tower_class, check_tower_config
 from ..utils.architectures import architecture
-from ..utils.checkpoint_files import both_readings, check_source, refuse_pickled
+from ..utils.checkpoint_files import incomplete
 from ..utils.config_checks import is_quantized
-from ..utils.first_values import incomplete
 from ..utils.keywords import CONFIG_KEYWORDS, LOAD_KEYWORDS, given, refuse_unknown
 from ..utils.towers import own_class
 from ..utils.transformers_api import resolve_revision
-from .folders import CheckedFolder, check_config_file, check_folder, check_size, refuse_pickles
-from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
-from .text_half import composite_class, is_composite, text_half, text_half_config
+from .folders import check_config_file, check_folder, check_size
+from .gguf_files import gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
+from .quantization import share_quantizer
 
 
 WHERE = ("revision", "subfolder", "gguf_file")  # of a base in its repository or folder
@@ -38,7 +44,7 @@ def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
     text, load_kwargs = split_gguf("text", text, load_kwargs)
     config = text_config_of(text, load_kwargs, reads_weights=False)
     if "gguf_file" in load_kwargs:
-        return text_half(load_gguf("text", text, config, load_kwargs))
+        return text_half(load_gguf(text, config, load_kwargs))
     source = AutoConfig.from_pretrained(text, **given(CONFIG_KEYWORDS, load_kwargs))
     loader = composite_class(source) if is_composite(source) else AutoModelForCausalLM
     whole, lost = _load("text", loader, text, load_kwargs)
@@ -161,15 +167,10 @@ def text_config_of(
     if isinstance(text, PreTrainedModel):
         check_kind(text)  # before a tower is loaded; the new model checks the layers
         return text.config
-    if not isinstance(text, (str, Path)):
-        raise TypeError(
-            f"Expected `text` to be a Hub id, a folder, a GGUF file or a PreTrainedModel, got {type(text).__name__}."
-        )
     if "gguf_file" in load_kwargs:
-        config = gguf_config("text", gguf_path("text", text, load_kwargs))
+        config = gguf_config(gguf_path(text, load_kwargs))
     else:
-        check_source("text", text, KINDS)
-        config = _read_config("text", text, load_kwargs)
+        config = _read_config(text, load_kwargs)
     if config.model_type == "xattn":
         raise ValueError(f"`text` ({text}) already has cross-attention blocks. Retrofit its text-only base instead.")
     if config.is_encoder_decoder:
@@ -185,7 +186,7 @@ def text_config_of(
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not load_kwargs.get("trust_remote_code"):
         raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, not a causal language model.")
     if reads_weights and "gguf_file" not in load_kwargs:
-        _check_checkpoint("text", text, load_kwargs)
+        check_folder(text, load_kwargs)
     return config
 
 
@@ -203,23 +204,13 @@ def vision_config_of(
         check_tower_class("vision", type(vision))
         check_comes_back("vision", vision)
         return config
-    if not isinstance(vision, (str, Path)):
-        raise TypeError(
-            f"Expected `vision` to be a Hub id, a folder or a PreTrainedModel, got {type(vision).__name__}."
-        )
-    if is_gguf_path(vision):
-        raise ValueError(
-            f"Expected `vision` to be a folder or a Hub id, got {str(vision)!r}. GGUF files are read for text models "
-            "alone."
-        )
-    check_source("vision", vision)
-    config = _read_config("vision", vision, load_kwargs)
+    config = _read_config(vision, load_kwargs)
     config = getattr(config, "vision_config", None) or config
     if hasattr(config, "vision_use_head"):
         config.vision_use_head = False  # the pooled output is not used, so this head would never get a gradient
     check_tower_config("vision", config)
     if reads_weights:
-        _check_checkpoint("vision", vision, load_kwargs)
+        check_folder(vision, load_kwargs)
     return config
 
 
@@ -231,44 +222,25 @@ def check_load_kwargs(caller: Callable[..., Any], load_kwargs: dict[str, Any], *
             f"`{next(iter(load_kwargs))}` is an argument for loading a checkpoint, but the models are already loaded. "
             "Pass it to their `from_pretrained`."
         )
-    refuse_pickles(load_kwargs)
 
 
-def _read_config(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
-    try:
-        with both_readings(source):
-            check_config_file(source, load_kwargs)
-            return AutoConfig.from_pretrained(source, **given(CONFIG_KEYWORDS, load_kwargs))
-    except (OSError, ImportError):
-        raise
-    except Exception as error:  # whatever its class stumbles over
-        raise ValueError(f"`{name}` ({source}): {error if str(error) else type(error).__name__}") from error
-
-
-def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> CheckedFolder | None:
-    load_kwargs = {key: value for key, value in load_kwargs.items() if key != "gguf_file"}  # the other part's
-    try:
-        checked = check_folder(source, load_kwargs)
-    except ValueError as error:
-        raise ValueError(f"`{name}` ({source}): {error}") from error
-    if checked is not None and not checked.headers:
-        folder = Path(source) / (load_kwargs.get("subfolder") or "")
-        refuse_pickled(folder, f"`{name}` ({source})")
-    return checked
+def _read_config(source: str | Path, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
+    check_config_file(source, load_kwargs)
+    return AutoConfig.from_pretrained(source, **given(CONFIG_KEYWORDS, load_kwargs))
 
 
 def _load(
     name: str, auto_class: Any, source: str | Path, load_kwargs: dict[str, Any], config: Any = None
 ) -> tuple[PreTrainedModel, set[str]]:
     """Loads a base whose configuration fits its weights. Returns it, and the names of missing weights."""
-    checked = _check_checkpoint(name, source, load_kwargs)
-    if checked is not None and not load_kwargs.get("trust_remote_code"):
+    checked = check_folder(source, load_kwargs)
+    if checked is not None and checked.headers and not load_kwargs.get("trust_remote_code"):
         known = config or AutoConfig.from_pretrained(source, **given(CONFIG_KEYWORDS, load_kwargs))
         quantized = is_quantized(checked.fields) or load_kwargs.get("quantization_config") is not None
         check_size(auto_class, known, checked.headers, quantized, f"`{name}` ({source})")
     options = {} if config is None else {"config": config}
-    options |= {"output_loading_info": True}
-    model, found = auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
+    options |= {"output_loading_info": True, "use_safetensors": True}
+    model, found = auto_class.from_pretrained(source, **load_kwargs | options)
     return model, found["missing_keys"]
 
 
@@ -279,3 +251,81 @@ def _check_whole(name: str, source: str | Path, model: PreTrainedModel, lost: li
             f"{incomplete(f'`{name}` ({source})', lost, ())} If they may start anew, load the model with transformers, "
             "and pass it in place of its name."
         )
+
+
+def is_composite(config: PreTrainedConfig) -> bool:
+    """Whether a configuration describes a decoder among other parts."""
+    if config.model_type == "xattn" or config.is_encoder_decoder:
+        return False
+    return config.get_text_config(decoder=True) is not config
+
+
+def text_half_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the decoder in a larger model.
+
+    Raises a `ValueError` if transformers has no causal language model for it.
+    """
+    text_config = config.get_text_config(decoder=True)
+    if type(text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"The text half of a {config.model_type!r} model is a {text_config.model_type!r} decoder, and transformers "
+            "has no causal language model of that type."
+        )
+    return text_config
+
+
+def composite_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that loads a checkpoint of a larger model, with its head.
+
+    Raises a `ValueError` if transformers registers no such class.
+    """
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            found: Any = mapping[type(config)]
+            return found
+    raise ValueError(
+        f"Expected `text` to be a language model, got a {config.model_type!r} checkpoint, for which transformers has "
+        "no class that generates text. A vision model goes into `vision`."
+    )
+
+
+def text_half(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes a causal language model of a larger model's decoder and head. Returns a causal language model unchanged.
+
+    Raises:
+        ValueError: if the larger model has no head, or no decoder of the class that its `text_config` names.
+    """
+    if not is_composite(model.config):
+        return model
+    text_config = text_half_config(model.config)
+    text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)]
+    parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    whole = next((module for module in parts if type(module) is text_class), None)
+    if whole is not None:
+        share_quantizer(model, whole)
+        return whole.train(model.training)
+    with torch.device("meta"):
+        text = text_class._from_config(text_config)
+    body: Any = next((module for module in model.modules() if type(module) is type(text.base_model)), None)
+    head = model.get_output_embeddings()
+    if body is None or head is None:
+        missing = type(text.base_model).__name__ if body is None else "head"
+        raise ValueError(
+            f"{type(model).__name__} (model_type {model.config.model_type!r}) holds no {missing}, so its text half "
+            "cannot be used. Load the checkpoint of a text-only decoder instead."
+        )
+    setattr(text, text.base_model_prefix, body)
+    text.set_output_embeddings(head)
+    text.config = body.config
+    # The larger model decides by its own configuration whether the head is tied.
+    tied = getattr(head, "weight", None) is getattr(body.get_input_embeddings(), "weight", head)
+    if bool(getattr(text.config, "tie_word_embeddings", tied)) != tied:
+        text.config.tie_word_embeddings = tied
+        text.all_tied_weights_keys = text.get_expanded_tied_weights_keys(all_submodels=True)
+    left = [name for name, parameter in text.named_parameters() if parameter.is_meta]
+    if left:
+        raise ValueError(f"{type(model).__name__} holds no weights for {left} of {type(text).__name__}.")
+    if getattr(model, "generation_config", None) is not None:
+        text.generation_config = model.generation_config
+    share_quantizer(model, text)
+    return text.train(model.training)

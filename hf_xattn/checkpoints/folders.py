@@ -17,25 +17,22 @@ from transformers.utils import find_adapter_config_file, is_peft_available, logg
 from transformers.utils.hub import cached_file
 
 from ..utils.checkpoint_files import (
-    PICKLED,
     SHARDS,
     SHARDS_OF_RANKS,
     SIDE_FILES,
     Stored,
     check_inside,
-    check_name,
     check_weights,
     read_headers,
     read_headers_of_ranks,
     read_json,
-    refuse_pickled,
     short,
     weight_files,
 )
 from ..utils.config_checks import check_fields, check_layer_count, is_quantized
-from ..utils.first_values import ValuesComeLater
 from ..utils.keywords import FILE_KEYWORDS, given
-from ..utils.quantized_weights import is_quantized as is_quantized_weight
+from ..utils.parts import ValuesComeLater
+from ..utils.tensor_checks import is_quantized as is_quantized_weight
 from ..utils.transformers_api import has, needs
 from ..utils.whole_folder import refuse_unfinished
 from .saved_names import places_in_memory
@@ -63,14 +60,6 @@ class CheckedFolder(NamedTuple):
     headers: dict[str, Stored]  # its weights; empty if it has none
 
 
-def refuse_pickles(load_kwargs: dict[str, Any]) -> None:
-    """Raises a `ValueError` for a caller who asks for pickled weights."""
-    if load_kwargs.get("use_safetensors") is False:
-        raise ValueError(
-            "`use_safetensors=False` would read pickled weights, which can run code. Only safetensors are supported."
-        )
-
-
 def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Checks the JSON files in a folder, and returns config.json; empty if there is none, or for a Hub id.
 
@@ -90,7 +79,7 @@ def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any
 
 
 def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | None:
-    """As [`check_config_file`], and refuses a save that was cut off, and damaged or pickled weights.
+    """As [`check_config_file`], and refuses a save that was cut off, and damaged weights.
 
     None for a Hub id: [`check_stored`] checks its files when they are fetched.
     """
@@ -103,9 +92,6 @@ def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | No
         return CheckedFolder(fields, {})
     files, index = weight_files(folder, load_kwargs.get("variant"), fields.get("transformers_weights"))
     if not files:
-        is_adapter = (folder / MANIFEST).is_file()  # beside its weights, a trainer's files are no weights
-        if fields and not is_adapter and any(path.is_file() for pattern in PICKLED for path in folder.glob(pattern)):
-            refuse_pickled(folder, str(folder))
         return CheckedFolder(fields, {})
     of_ranks = files[0].match(SHARDS_OF_RANKS)
     if of_ranks and not has("parts of ranks"):
@@ -155,8 +141,8 @@ def check_against_weights(model: nn.Module, headers: dict[str, Stored], quantize
 def check_stored(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any) -> dict[str, Stored]:
     """Checks a model without values against the weights that it is to get, and returns what their headers say.
 
-    Raises a `ValueError` for files that are damaged or no safetensors, weights of integers, and a model that is far
-    larger than its weights. transformers refuses weights of another shape.
+    Raises a `ValueError` for files that are damaged, weights of integers, and a model that is far larger than its
+    weights. transformers refuses weights of another shape.
     """
     quantized = getattr(load_config, "hf_quantizer", None) is not None
     what = str(getattr(load_config, "pretrained_model_name_or_path", None) or "The checkpoint")
@@ -167,11 +153,7 @@ def check_stored(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_
             if hasattr(tensor, "shape")
         }
     elif checkpoint_files:
-        refuse_other_files(checkpoint_files)
-        metadata = getattr(load_config, "sharded_metadata", None) or {}
-        index = metadata.get("weight_map") or {}
-        for file in set(index.values()):
-            check_name(file, f"{what}: the index of shards")
+        index = (getattr(load_config, "sharded_metadata", None) or {}).get("weight_map") or {}
         headers = read_headers([Path(file) for file in checkpoint_files], index, where=what)
         check_weights(headers, quantized, what)
     else:
@@ -250,7 +232,7 @@ class PeftFolder(NamedTuple):
 
 
 def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None:
-    """Reads the configuration of an adapter, or returns None. Raises a `ValueError` if it is damaged."""
+    """Reads the configuration of an adapter, or returns None."""
     if not isinstance(checkpoint, (str, os.PathLike)) or not is_peft_available():
         return None
     hub = given(FILE_KEYWORDS, load_kwargs)
@@ -264,28 +246,21 @@ def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None
     if file is None:
         return None
     fields = read_json(Path(file))
-    if os.path.isdir(name):
-        check_inside(Path(name), Path(file))
     own = fields.get("revision")
-    if own is not None and not isinstance(own, str):
-        raise ValueError(f"{file}: expected `revision` to be a text, got {short(own)}.")
     if known is not None:
         return PeftFolder(name, os.fspath(checkpoint), hub, own or load_kwargs.get("revision"))
     if Path(name, hub.get("subfolder", ""), "config.json").is_file():
         return PeftFolder(name, name, hub, None)
-    base = fields.get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise ValueError(f"{file}: expected `base_model_name_or_path` to be a folder or a Hub id, got {short(base)}.")
     # A folder has no revisions, so the caller's is the base's.
     asked = load_kwargs.get("revision") if os.path.isdir(name) else None
-    return PeftFolder(name, base, hub, asked or own)
+    return PeftFolder(name, os.fspath(fields["base_model_name_or_path"]), hub, asked or own)
 
 
 def check_adapter_folder(name: Any, hub: dict[str, Any]) -> None:
     """Checks an adapter before layers are added to a model. `hub` is as in [`PeftFolder`].
 
-    Raises a `ValueError` for a save that was cut off, pickled weights, a file that is not whole or leads out of the
-    folder, a rank that no weight has, and whole modules that the installed transformers would not load.
+    Raises a `ValueError` for a save that was cut off, a file that is not whole or leads out of the folder, a rank that
+    no weight has, and whole modules that the installed transformers would not load.
     """
     if not isinstance(name, (str, os.PathLike)):
         return
@@ -301,24 +276,15 @@ def check_adapter_folder(name: Any, hub: dict[str, Any]) -> None:
                     "`peft.PeftModel.from_pretrained(model, adapter)` loads it with this version, too."
                 )
     weights, config = folder / PEFT_WEIGHTS, folder / PEFT_CONFIG
-    if weights.is_file():
-        check_inside(folder, weights)
-        headers = read_headers([weights], {}, where=str(folder))
-        if config.is_file():
-            check_inside(folder, config)
-            _check_ranks(config, max((size for stored in headers.values() for size in stored.shape), default=0))
-    elif any(path.stem == "adapter_model" for pattern in PICKLED for path in folder.glob(pattern)):
-        refuse_pickled(folder, str(folder))
-
-
-def _check_ranks(config: Path, most: int) -> None:
-    fields = read_json(config)
-    pattern = fields.get("rank_pattern")
-    for rank in (fields.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())):
-        if rank is not None and (type(rank) is not int or not 0 <= rank <= most):
-            raise ValueError(
-                f"{config}: expected `r` to be the rank of the weights, from 0 to {most}, got {short(rank)}."
-            )
+    if weights.is_file() and config.is_file():
+        for path in (weights, config):
+            check_inside(folder, path)
+        sizes = [size for stored in read_headers([weights], {}, str(folder)).values() for size in stored.shape]
+        most = max(sizes, default=0)
+        fields = read_json(config)
+        for rank in (fields.get("r"), *(fields.get("rank_pattern") or {}).values()):
+            if rank is not None and not 0 <= rank <= most:  # PEFT makes layers of this rank before it reads weights
+                raise ValueError(f"{config}: expected `r` to be the rank of the weights, from 0 to {most}, got {rank}.")
 
 
 def check_adapter_target(target: Path, base: str | None) -> None:

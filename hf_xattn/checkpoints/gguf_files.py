@@ -15,27 +15,22 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
-from transformers.utils.import_utils import is_gguf_available
 
-from ..utils.architectures import text_hidden_size, text_num_hidden_layers
+from ..utils.architectures import text_num_hidden_layers
 from ..utils.checkpoint_files import Stored, short
+from ..utils.config_checks import check_layer_count
 from ..utils.keywords import FILE_KEYWORDS, given
-from ..utils.tensor_checks import type_name
 from .folders import check_size
 
 
 SUFFIX, MAGIC = ".gguf", b"GGUF"
-KINDS = "a folder, a GGUF file or a Hub id"  # of text models
-CUT_OFF = "If the file is cut off, download it again."
 # Types of settings: those of numbers with their codes in `struct`.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 MOST_VALUES = 2**21  # a vocabulary of 2^18 tokens, with scores, types and twice as many merges, takes half of it
 MOST_STRING = 2**24  # bytes
-FEW_LAYERS = 16
 
 
 def is_gguf_path(source: Any) -> bool:
@@ -55,8 +50,7 @@ def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any
         load_kwargs (`dict`): keyword arguments of `from_pretrained`. Not changed.
 
     Raises:
-        TypeError: for a `gguf_file` that is no name.
-        ValueError: for a `gguf_file` beside a path of a GGUF file, or beside a loaded model.
+        ValueError: for a `gguf_file` beside a loaded model.
     """
     file = load_kwargs.get("gguf_file")
     if file is None:
@@ -66,78 +60,33 @@ def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any
         folder, file = os.path.split(os.path.abspath(source))
         load_kwargs.pop("subfolder", None)
         return folder, {**load_kwargs, "gguf_file": file}
-    if not isinstance(file, (str, os.PathLike)):
-        raise TypeError(f"Expected `gguf_file` to be the name of a file, got {type_name(file)}.")
     if isinstance(source, PreTrainedModel):
         raise ValueError(f"`gguf_file` ({file}) names a file to load, but `{name}` is loaded already.")
-    if is_gguf_path(source):
-        raise ValueError(
-            f"`{name}` ({source}) and `gguf_file` ({file}) both name a GGUF file. Pass the path alone, or a folder or "
-            "Hub id with `gguf_file`."
-        )
     return source, {**load_kwargs, "gguf_file": os.fspath(file)}
 
 
-def gguf_path(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> Path:
-    """Finds the GGUF file of a source, fetches it where it must be, and checks its head. Arguments: [`split_gguf`].
-
-    Raises an error without the package `gguf`, and if there is no such file, or no whole GGUF file.
-    """
+def gguf_path(source: str | Path, load_kwargs: dict[str, Any]) -> Path:
+    """Finds the GGUF file of a source, and fetches it where it must be. `load_kwargs`: as [`split_gguf`] returns."""
     if os.path.isdir(source):
         path = Path(source, load_kwargs.get("subfolder") or "", load_kwargs["gguf_file"])
-        if not path.is_file():
-            raise ValueError(
-                f"Expected `{name}` to be a GGUF file, got {str(path)!r}, where there is no file. For a file on the "
-                "Hub pass the repository's id, and the file's name as `gguf_file=` (`--gguf-file`)."
-            )
-    elif isinstance(source, Path) or os.path.isabs(source):
-        raise ValueError(f"Expected `{name}` to be a GGUF file, got one in {str(source)!r}, where there is no folder.")
     else:
-        try:
-            found: Any = cached_file(source, load_kwargs["gguf_file"], **given(FILE_KEYWORDS, load_kwargs))
-        except OSError as error:
-            raise OSError(f"`{name}`: {load_kwargs['gguf_file']} of {source} cannot be fetched: {error}") from error
-        path = Path(found)
-    _check_head(name, path)
+        path = Path(str(cached_file(source, load_kwargs["gguf_file"], **given(FILE_KEYWORDS, load_kwargs))))
     return path.absolute()
 
 
-def _check_head(name: str, path: Path) -> None:
-    with open(path, "rb") as file:
-        start = file.read(len(MAGIC))
-    if start != MAGIC:
-        raise ValueError(
-            f"Expected `{name}` to be a GGUF file, got {str(path)!r}, which starts with {start!r} instead of {MAGIC!r}."
-        )
-    if not is_gguf_available():
-        raise ImportError(f"`{name}` ({path}) is a GGUF file, which is read with the package gguf: pip install gguf")
-    try:
-        parts = _read_head(*_version_of(path)).parts
-    except Exception as error:  # whatever the library's reader stumbles over
-        raise ValueError(f"`{name}` ({path}) cannot be read: {error}. {CUT_OFF}") from error
-    if parts > 1:
-        raise ValueError(
-            f"`{name}` ({path}) is one of {parts} parts of a model. Put them together: `llama-gguf-split --merge`."
-        )
+def gguf_config(path: Path) -> PreTrainedConfig:
+    """The configuration in a GGUF file. transformers takes seconds to read a vocabulary, so the last one is kept.
 
-
-def gguf_config(name: str, path: Path) -> PreTrainedConfig:
-    """The configuration in a GGUF file. transformers takes seconds to read a vocabulary, so the last one is kept."""
-    try:
-        config = copy.deepcopy(_read_config(*_version_of(path)))
-        if not (text_num_hidden_layers(config) > 0 and text_hidden_size(config) > 0):
-            raise ValueError("its settings name no layers, or a hidden size of 0.")
-    except (OSError, ImportError, MemoryError):
-        raise
-    except Exception as error:  # whatever the configuration's class stumbles over
-        raise ValueError(
-            f"`{name}` ({path}) is a GGUF file that transformers cannot read: {error} {CUT_OFF} Otherwise use the "
-            "model's safetensors."
-        ) from error
+    Raises a `ValueError` for a file with a damaged head, or with more layers than tensors.
+    """
+    head = _read_head(*_version_of(path))
+    config = copy.deepcopy(_read_config(*_version_of(path)))
+    # Thousands of layers take minutes to build, even without values. If few are missing, loading names them.
+    check_layer_count({"num_layers": text_num_hidden_layers(config)}, len(head.tensors), str(path))
     return config
 
 
-def load_gguf(name: str, source: str | Path, config: PreTrainedConfig, load_kwargs: dict[str, Any]) -> PreTrainedModel:
+def load_gguf(source: str | Path, config: PreTrainedConfig, load_kwargs: dict[str, Any]) -> PreTrainedModel:
     """Loads the causal language model in a GGUF file, with all of its weights. Arguments: [`split_gguf`].
 
     Without a `quantization_config` its weights are unpacked. transformers alone leaves the model marked as quantized,
@@ -145,36 +94,31 @@ def load_gguf(name: str, source: str | Path, config: PreTrainedConfig, load_kwar
     """
     from transformers import GgufConfig
 
-    path = gguf_path(name, source, load_kwargs)
+    path = gguf_path(source, load_kwargs)
+    head = _read_head(*_version_of(path))
     # The whole path: of a file's name, transformers would take the file in the current folder.
     options = {**load_kwargs, "gguf_file": str(path), "config": config, "output_loading_info": True}
     if options.get("quantization_config") is None:
         options["quantization_config"] = GgufConfig(dequantize=True)
-    tensors = _read_head(*_version_of(path)).tensors
-    check_size(AutoModelForCausalLM, config, tensors, False, f"`{name}` ({path})")
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
-    except (OSError, ImportError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # tensors of other shapes, among others
-        raise ValueError(f"`{name}` ({path}) cannot be loaded: {error} {CUT_OFF}") from error
+    check_size(AutoModelForCausalLM, config, head.tensors, False, str(path))
+    loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
-            f"`{name}` ({path}) holds no whole model: {len(missing)} weights are missing ({', '.join(missing[:3])}). "
-            "It may be an adapter or a vocabulary."
+            f"{path} holds no whole model: {len(missing)} weights are missing ({', '.join(missing[:3])}). It may be an "
+            "adapter, a vocabulary, or one of several parts, which `llama-gguf-split --merge` puts together."
         )
-    _check_all_read(f"`{name}` ({path})", model, _read_head(*_version_of(path)))
+    _check_all_read(path, model, head)
     model._gguf_file = load_kwargs["gguf_file"]
     return model
 
 
-def _check_all_read(file: str, model: PreTrainedModel, head: GgufHead) -> None:
+def _check_all_read(path: Path, model: PreTrainedModel, head: GgufHead) -> None:
     """Raises a `ValueError` for what transformers leaves out of a file: the model would compute something else."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     if head.rope_scaling != "none" and rope.get("rope_type", "default") == "default":
         raise ValueError(
-            f"{file} scales its rotary positions ({head.rope_scaling}), which transformers does not read from a GGUF "
+            f"{path} scales its rotary positions ({head.rope_scaling}), which transformers does not read from a GGUF "
             "file. Use the model's safetensors."
         )
     # By their values: a class may join the biases of several tensors, and names differ.
@@ -183,7 +127,7 @@ def _check_all_read(file: str, model: PreTrainedModel, head: GgufHead) -> None:
     if sum(biases.values()) > read:
         kinds = sorted({re.sub(r"^blk\.\d+", "blk.*", name) for name in biases})
         raise ValueError(
-            f"{file} holds {len(biases)} biases ({', '.join(kinds)}) with {sum(biases.values())} values, and "
+            f"{path} holds {len(biases)} biases ({', '.join(kinds)}) with {sum(biases.values())} values, and "
             f"transformers' {type(model).__name__} reads {read} of them from a GGUF file. Use the model's safetensors."
         )
 
@@ -206,11 +150,10 @@ def _read_config(path: Path, size: int, time: int) -> PreTrainedConfig:
 
 
 class GgufHead(NamedTuple):
-    """What a file says of itself: its tensors by name, and of how many files it is one."""
+    """What a file says of itself: its tensors by name, and how its rotary positions are scaled (`"none"`)."""
 
     tensors: dict[str, Stored]
-    parts: int
-    rope_scaling: str  # how rotary positions are scaled: "none", or what the file says
+    rope_scaling: str
 
 
 class _Fields:
@@ -243,7 +186,7 @@ class _Fields:
 
 @functools.lru_cache(maxsize=1)
 def _read_head(path: Path, size: int, time: int) -> GgufHead:
-    """Reads all of a file but the values of its tensors. Raises any error for a damaged file.
+    """Reads all of a file but the values of its tensors. Raises a `ValueError` for a damaged file.
 
     The tensors must follow each other without gaps, as llama.cpp wants it: a changed offset would give the weights of
     one tensor to another.
@@ -252,24 +195,23 @@ def _read_head(path: Path, size: int, time: int) -> GgufHead:
 
     tensors: dict[str, Stored] = {}
     expected = 0
-    with open(path, "rb") as file:
-        fields = _Fields(file, size)
-        _, _, num_tensors, num_settings = fields.bytes(4), fields.number("I"), fields.number(), fields.number()
-        settings = {fields.value(): fields.value(fields.number("I")) for _ in range(num_settings)}
-        alignment = settings.get("general.alignment", 32)
-        for _ in range(num_tensors):
-            name, shape = fields.value(), [fields.number() for _ in range(fields.number("I"))]
-            per_block, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(fields.number("I"))]
-            if (offset := fields.number()) != expected:
-                raise ValueError(f"its tensor {short(name)} begins at byte {offset} of the data, not at {expected}")
-            expected += -(-(math.prod(shape) // per_block * num_bytes) // alignment) * alignment
-            tensors[name] = Stored(path.name, tuple(reversed(shape)))
-    parts = settings.get("split.count", 1)
-    layers = max((value for name, value in settings.items() if name.endswith(".block_count")), default=0)
-    found = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
-    if parts <= 1 and layers > found + FEW_LAYERS:
-        # Thousands of layers take minutes to build, even without values. If few are missing, loading names them.
-        raise ValueError(f"it has {layers} layers, and tensors of {found}")
+    try:
+        with open(path, "rb") as file:
+            fields = _Fields(file, size)
+            if (start := fields.bytes(len(MAGIC))) != MAGIC:
+                raise ValueError(f"it starts with {start!r} instead of {MAGIC!r}")
+            _, num_tensors, num_settings = fields.number("I"), fields.number(), fields.number()
+            settings = {fields.value(): fields.value(fields.number("I")) for _ in range(num_settings)}
+            alignment = settings.get("general.alignment", 32)
+            for _ in range(num_tensors):
+                name, shape = fields.value(), [fields.number() for _ in range(fields.number("I"))]
+                per_block, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(fields.number("I"))]
+                if (offset := fields.number()) != expected:
+                    raise ValueError(f"its tensor {short(name)} begins at byte {offset} of the data, not at {expected}")
+                expected += -(-(math.prod(shape) // per_block * num_bytes) // alignment) * alignment
+                tensors[name] = Stored(path.name, tuple(reversed(shape)))
+    except (ValueError, KeyError, struct.error) as error:
+        raise ValueError(f"{path} is no GGUF file, or cut off: {error}.") from error
     scaling = next((name for name in tensors if name.startswith(("rope_freqs", "rope_factors"))), "none")
     types = (value for name, value in settings.items() if name.endswith(".rope.scaling.type"))
-    return GgufHead(tensors, parts, next(types, scaling))
+    return GgufHead(tensors, next(types, scaling))

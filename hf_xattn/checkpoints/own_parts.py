@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..decoders.insertion import BLOCKS
 from ..parts.vocabulary import vocabulary_options
 from ..utils.distributed import is_sharded_by_transformers
-from ..utils.first_values import ValuesComeLater
+from ..utils.parts import ValuesComeLater
 
 
 logger = logging.get_logger(__name__)

@@ -22,13 +22,13 @@ from ..learning.frozen import give_gradient_to_inputs, keep_frozen_in_eval, warn
 from ..learning.sharding import XAttnUnitsMixin, block_plan, fsdp_plan
 from ..parts.towers import check_tower_class, check_tower_config
 from ..parts.vocabulary import extend_vocabulary
-from ..utils.checkpoint_files import Stored
+from ..utils.checkpoint_files import NotesWhatIsMissing, Stored, check_class, check_complete
 from ..utils.config_checks import DTYPES, check_parts
 from ..utils.custom_code import trusting
-from ..utils.first_values import NotesWhatIsMissing, check_class, check_complete
 from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.stub import NamesItsStub
 from ..utils.transformers_api import has, needs
+from .adapters import SmallCheckpoint
 from .folders import (
     check_adapter_folder,
     check_folder,
@@ -36,7 +36,6 @@ from .folders import (
     find_manifest,
     find_peft,
     refuse_other_files,
-    refuse_pickles,
     warn_of_rounding,
 )
 from .own_parts import warn_before_training
@@ -209,7 +208,6 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                 base that is gone or has other weights. With a loaded text model, for a folder that changes its weights.
         """
         _refuse_splitting_of_old(kwargs)
-        refuse_pickles(kwargs)
         with trusting(pretrained_model_name_or_path, kwargs):
             if isinstance(config, XAttnConfig):
                 config.read_custom_code()
@@ -241,15 +239,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                     known = XAttnConfig.from_pretrained(source, **given(FILE_KEYWORDS, kwargs))
                 kwargs["quantization_config"] = keep_added_precise(kwargs["quantization_config"], known)
             info_wanted = kwargs.pop("output_loading_info", False)
-            try:
-                pair: Any = super().from_pretrained(
-                    source, *model_args, config=config, output_loading_info=True, **kwargs
-                )
-            except torch.OutOfMemoryError:
-                raise
-            except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
-                # Of the parts' own classes, and for weights of other shapes.
-                raise ValueError(f"{source} cannot be loaded: {type(error).__name__}: {error}.") from error
+            pair: Any = super().from_pretrained(source, *model_args, config=config, output_loading_info=True, **kwargs)
             model, info = pair
             if checked is None and source is not None:  # a Hub id
                 check_class(cls, model.config.architectures, source, MODELS)
@@ -265,10 +255,9 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> Any:
+        refuse_other_files(checkpoint_files)
         if expected_keys is None:  # otherwise the weights are an adapter's (PEFT)
             model._stored = check_stored(model, state_dict, checkpoint_files, load_config)
-        else:
-            refuse_other_files(checkpoint_files)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
 
     def load_state_dict(self, state_dict: Any, *args, **kwargs) -> Any:
@@ -284,8 +273,6 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     def _from_small(
         cls, source: Any, model_args: tuple[Any, ...], config: Any, load_kwargs: dict[str, Any], allowed: bool
     ) -> Any:
-        from .adapters import SmallCheckpoint
-
         saved: Any = SmallCheckpoint.find(source, load_kwargs)
         identity = saved.identity()
         if isinstance(text := load_kwargs.get("text_base"), PreTrainedModel):

@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 from ..configuration_xattn import XAttnConfig
 from ..layers.block import cross_attention_blocks
 from ..utils.custom_code import build_part
-from ..utils.quantized_weights import first_quantized, is_quantized
+from ..utils.tensor_checks import first_quantized, is_quantized
 
 
 # What stays in high precision, as patterns of transformers' quantizers. A model with a head has the prefix `model.`.
@@ -40,7 +40,6 @@ SKIP_FIELDS = ("modules_to_not_convert", "llm_int8_skip_modules", "skip_modules"
 # What a quantizer sets on the model that it has converted. `is_quantized` is left out: see `share_quantizer`.
 MARKS = ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit")
 
-ADAPTER_ONLY = "Save what was added to it, without the base: `save_pretrained(folder, adapter_only=True)`."
 # Where loading could not quantize alike.
 PRECISE_TEXT = (
     "Retrofit the text model in full precision, give it these blocks and this connector (`load_state_dict(weights, "
@@ -140,20 +139,6 @@ def finish_quantized(model: PreTrainedModel) -> None:
     body: Any = model.base_model
     if body is not model:
         share_quantizer(model, body)
-
-
-def check_savable(model: PreTrainedModel) -> None:
-    """Checks that quantized weights can be saved and loaded again.
-
-    Raises:
-        ValueError: for weights that were quantized by hand, in a vision tower, or by a quantizer that cannot save them.
-    """
-    quantizer: Any = getattr(model, "hf_quantizer", None)
-    if quantizer is None and first_quantized(model.base_model) is None:
-        return
-    check_requantizable(model)
-    if not quantizer.is_serializable():
-        raise ValueError(f"A text model quantized with {_method(quantizer)} cannot be saved. {ADAPTER_ONLY}")
 
 
 def check_requantizable(model: PreTrainedModel) -> None:

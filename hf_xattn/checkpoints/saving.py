@@ -14,19 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.utils import PushToHubMixin, hub
+from transformers.utils import hub
 
 from ..utils.checkpoint_files import CARD, SHARDS, SHARDS_OF_RANKS
 from ..utils.custom_code import save_code, save_parts_code
 from ..utils.distributed import gathered_weights, is_distributed, is_sharded_by_transformers
-from ..utils.keywords import refuse_unknown, suggestion
-from ..utils.quantized_weights import first_quantized
+from ..utils.keywords import refuse_unknown
 from ..utils.stub import PACKAGE, own_code, write_stub
+from ..utils.tensor_checks import first_quantized
 from ..utils.transformers_api import is_blank_card
 from ..utils.whole_folder import WholeFolder
+from .adapters import check_bases, save_small
 from .folders import MANIFEST, check_adapter_target, check_target, weight_files_of
 from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers, refuse_own_parts, warn_of_weights_left_out
-from .quantization import check_savable
+from .quantization import check_requantizable
 from .saved_names import rules_of_parts
 
 
@@ -40,7 +41,6 @@ SAVE_KEYWORDS = frozenset(
     "is_main_process state_dict push_to_hub max_shard_size variant token save_peft_format save_original_format "
     "distributed_checkpoint".split()
 )
-PUSH_KEYWORDS = frozenset(inspect.signature(PushToHubMixin.push_to_hub).parameters)
 
 
 class XAttnSavingMixin(Model):
@@ -86,14 +86,10 @@ class XAttnSavingMixin(Model):
                 connector and gate.
 
         Raises:
-            TypeError: for a misspelt argument.
             ValueError: before anything is written: for a folder that is a file, or holds something that would be loaded
                 instead; for a model with layers of a `PeftModel`, with a part of the caller's own class, or with
                 settings changed since it was built; and with `adapter_only` for a base without a name or a checkpoint.
         """
-        for name in kwargs:  # transformers takes any name
-            if meant := suggestion(name, ["with_code", "adapter_only"], cutoff=0.8):
-                raise TypeError(f"save_pretrained() got an unexpected keyword argument `{name}`.{meant}")
         body: Any = self.base_model
         body._check_inserted()
         if not self._saves_peft_adapter():
@@ -126,13 +122,8 @@ class XAttnSavingMixin(Model):
 
         Raises an error as that one, and a `ValueError` for a base that is a folder, which others cannot load.
         """
-        refuse_unknown(self.push_to_hub, kwargs, PUSH_KEYWORDS)
-        if not self._saves_peft_adapter():
-            refuse_own_parts(self)
         options: dict[str, Any] = {"with_code": with_code}
         if adapter_only:
-            from .adapters import check_bases
-
             for name, source in check_bases(self, {"text_base": text_base, "vision_base": vision_base}).items():
                 if os.path.isdir(source.name):
                     raise ValueError(
@@ -143,10 +134,12 @@ class XAttnSavingMixin(Model):
         else:
             _refuse_bases(text_base, vision_base)
         before, is_unnamed = self.name_or_path, self._takes_name_of_folder()
-        repo_id = _create_repository(repo_id, private=kwargs.pop("private", None), token=kwargs.get("token"))
+        private = kwargs.pop("private", None)
         try:
             with tempfile.TemporaryDirectory() as folder:
                 self.save_pretrained(folder, max_shard_size=max_shard_size, **options)
+                made = hub.hf_api().create_repo(repo_id, private=private, token=kwargs.get("token"), exist_ok=True)
+                repo_id = made.repo_id
                 result = self._upload(folder, {}, repo_id, **kwargs)
             before = before or repo_id
             return result
@@ -158,8 +151,6 @@ class XAttnSavingMixin(Model):
     def _save_adapter(
         self, target: Path, is_main_process: bool, bases: dict[str, Any], with_code: bool, options: dict[str, Any]
     ) -> None:
-        from .adapters import save_small
-
         refuse_unknown(self.save_pretrained, options, SAVE_KEYWORDS)
         if options.pop("push_to_hub", False):
             raise ValueError(
@@ -191,7 +182,7 @@ class XAttnSavingMixin(Model):
         else:
             check_target(target, adapter_only=False)
             refuse_adapter_layers(self.base_model, "`save_pretrained` cannot save", SAVE_OR_MERGE)
-            check_savable(self)
+            check_requantizable(self)
             if given and first_quantized(self.base_model) is not None:
                 raise ValueError("Leave `state_dict` out: of a quantized model, the weights that it holds are saved.")
             if given is None and not is_sharded_by_transformers(self):
@@ -215,11 +206,6 @@ class XAttnSavingMixin(Model):
 
     def _save_and_push(self, target: Path, with_code: bool, options: dict[str, Any]) -> None:
         """Saves in one process. Whatever becomes of the upload, the save is complete."""
-        push = {name: value for name, value in options.items() if name not in SAVE_KEYWORDS or name == "token"}
-        commit = {name: push.pop(name) for name in ("commit_message", "create_pr") if name in push}
-        repo_id = push.pop("repo_id", os.path.basename(os.path.abspath(target)))  # of a link, not of where it leads to
-        if pushes := options.get("push_to_hub"):
-            repo_id = _create_repository(repo_id, **push)
         stale = functools.partial(_earlier_save, variant=options.get("variant"))
         with WholeFolder(target, _earlier_peft_adapter if self._saves_peft_adapter() else stale) as fresh:
             if (target / CARD).is_file():  # written anew only if no person has changed it
@@ -227,7 +213,11 @@ class XAttnSavingMixin(Model):
             self._write(fresh, with_code, {**options, "push_to_hub": False}, target)
             new = set(os.listdir(fresh))
         self._wait_for_all()
-        if pushes:
+        if options.get("push_to_hub"):
+            push = {name: value for name, value in options.items() if name not in SAVE_KEYWORDS or name == "token"}
+            commit = {name: push.pop(name) for name in ("commit_message", "create_pr") if name in push}
+            repo_id = push.pop("repo_id", os.path.basename(os.path.abspath(target)))  # of a link, not of its target
+            repo_id = hub.hf_api().create_repo(repo_id, exist_ok=True, **push).repo_id
             others = {name: math.inf for name in os.listdir(target) if name not in new}
             self._upload(target, others, repo_id, token=push.get("token"), **commit)
 
@@ -238,7 +228,6 @@ class XAttnSavingMixin(Model):
         options: dict[str, Any],
         target: Path,
         is_main_process: bool = True,
-        small: bool = False,
     ) -> None:
         is_whole = is_main_process and not self._saves_peft_adapter()
         if is_whole:
@@ -247,7 +236,7 @@ class XAttnSavingMixin(Model):
             parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
             save_code([(part, own) for part, own in parts if part is not None and own is not None], folder)
             save_parts_code(config, folder, with_code)
-            write_stub(folder, with_code, target, small)
+            write_stub(folder, with_code, target)
         saved: Any = super()
         saved.save_pretrained(folder, is_main_process, **options)
         if is_whole:
@@ -291,18 +280,6 @@ class XAttnSavingMixin(Model):
 
     def _take_name(self, folder: Path) -> None:
         self.name_or_path = self.config.name_or_path = self._saved_as = os.fspath(folder)
-
-    def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args, **kwargs) -> Any:
-        """Called when files go up. transformers leaves its empty form where the repository has no card."""
-        card = Path(working_dir) / CARD
-        if card.is_file() and is_blank_card(card.read_text(encoding="utf-8", errors="replace")):
-            self._renew_card(working_dir)
-        uploading: Any = super()
-        return uploading._upload_modified_files(working_dir, *args, **kwargs)
-
-
-def _create_repository(repo_id: str, **options: Any) -> str:
-    return hub.hf_api().create_repo(repo_id, exist_ok=True, **options).repo_id
 
 
 def _refuse_bases(text_base: Any, vision_base: Any) -> None:

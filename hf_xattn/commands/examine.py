@@ -32,10 +32,8 @@ def run_check(arguments: argparse.Namespace) -> int:
 
     from ..checkpoints.folders import find_peft
     from ..checks import BROKEN, NOT_CHECKED, run_checks
-    from ..utils.checkpoint_files import check_source
-    from ..utils.versions import installed
+    from ..utils.transformers_api import installed
 
-    check_source("model", arguments.model)
     hub, peft = hub_options(arguments), find_peft(arguments.model, {})
     check_model(arguments.model if peft is None else peft.base, **hub)
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)

@@ -9,7 +9,7 @@ from pickle import UnpicklingError
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 
-from ..utils.versions import installed
+from ..utils.transformers_api import installed
 from .answer import register_chat, register_generate
 from .demo import register_demo
 from .encode import register_encode, register_encode_features

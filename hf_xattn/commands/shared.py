@@ -153,13 +153,10 @@ def check_model(name: str, **hub: Any) -> None:
     from transformers import AutoConfig
 
     from ..checkpoints.gguf_files import is_gguf_path
-    from ..utils.checkpoint_files import both_readings, check_source
 
     kind = "a GGUF file"
     if not is_gguf_path(name):
-        check_source("model", name)
-        with both_readings(name):
-            config = AutoConfig.from_pretrained(name, **hub)
+        config = AutoConfig.from_pretrained(name, **hub)
         if config.model_type == "xattn":
             return
         kind = f"a {config.model_type!r} model"

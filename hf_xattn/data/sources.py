@@ -12,7 +12,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ..utils.checkpoint_files import check_path
 from .tables import json_files, library, parquet_files, saved_table
 from .tar_shards import tar_files
 
@@ -81,8 +80,6 @@ def open_source(name: str | Path, pictures: str | Path | None = None) -> Source:
         text, weight = found[1], float(found[2])
         if not (weight > 0 and math.isfinite(weight)):
             raise ValueError(f"Expected a weight above 0 behind the colon of {str(name)!r}, got {found[2]}.")
-    if pictures is not None:
-        check_path("pictures", pictures)
     if pictures is not None and not Path(pictures).is_dir():
         raise ValueError(f"Expected `pictures` to be a folder, got {pictures}, which is none.")
     files, folder = _files_of(text)

@@ -17,7 +17,7 @@ from ..cache.cross_cache import KeyValue
 from ..configuration_xattn import XAttnConfig
 from ..layers.block import GatedCrossAttentionBlock
 from ..layers.context import CrossAttentionContext, ImageTokens
-from ..utils.quantized_weights import is_quantized
+from ..utils.tensor_checks import is_quantized
 
 
 def blocks_at(layers: list[int], place: int) -> list[int]:

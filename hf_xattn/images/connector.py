@@ -13,10 +13,9 @@ from transformers.modeling_utils import local_torch_dtype
 
 from ..configuration_xattn import XAttnConfig
 from ..utils.architectures import vision_feature_size
-from ..utils.first_values import ValuesComeLater
-from ..utils.parts import CONNECTORS
+from ..utils.parts import CONNECTORS, ValuesComeLater
 from ..utils.projection import ImageLinear, to_dtype_of
-from ..utils.quantized_weights import is_quantized
+from ..utils.tensor_checks import is_quantized
 
 
 def identity(config: XAttnConfig) -> list[nn.Module]:

@@ -65,32 +65,36 @@ def language_weights(
 
     Raises a `ValueError` for names that `text` does not have, or shapes that differ in more than the vocabulary size.
     """
-    own, everything = dict(text.named_parameters()), text.state_dict()
+    own, everything = dict(text.named_parameters(remove_duplicate=False)), text.state_dict()
     # The embedding and the head, whose bias also has one number for each token (GPT-J).
     tables = {
-        id(weight)
+        weight.data_ptr()
         for part in (text.get_input_embeddings(), text.get_output_embeddings())
         if part is not None
         for weight in part.parameters()
     }
     taken, sizes = {}, set()
+    found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in state.items():
-        if name not in everything and re.fullmatch(OLD_BUFFERS, name) is None:
+        is_old_buffer = name not in own and re.fullmatch(OLD_BUFFERS, name) is not None
+        if name not in everything and not is_old_buffer:
             raise ValueError(f"`state_dict` holds {name}, which `text` ({type(text).__name__}) does not have.")
-        if name not in own:
-            first = next((each for each in own if name in everything and _is_tied(own[each], everything[name])), None)
-            if first in state or (first is None and not _is_learned_buffer(name, everything)):
-                _check_tied(name, tensor, {other: state[other] for other in own if other in state}, own, everything)
-                continue
-            name = first or name  # safetensors keeps one name of tied weights, maybe the second one
-        there = own[name] if name in own else everything[name]
-        grows = id(there) in tables
+        if is_old_buffer or (name not in own and not everything[name].is_floating_point()):
+            continue  # computed. Other buffers are learned without a gradient, such as the balance of experts
+        there = everything[name]
+        grows = there.data_ptr() in tables
         if not tensor.is_floating_point():
             raise ValueError(f"`state_dict` holds {name} of dtype {tensor.dtype}: expected floating-point weights.")
         if tensor.shape[grows:] != there.shape[grows:]:
             raise ValueError(
                 f"`state_dict` holds {name} of shape {tuple(tensor.shape)}, but `text` ({type(text).__name__}) has "
                 f"shape {tuple(there.shape)}. The state dict belongs to another language model."
+            )
+        other, first = found.setdefault(there.data_ptr(), (name, tensor))
+        if first is not tensor and not torch.equal(first, tensor):
+            raise ValueError(
+                f"`state_dict` holds {name} with other values than {other}, but `text` ties them. Load `text` with "
+                "`tie_word_embeddings=False`."
             )
         if grows:
             sizes.add(tensor.shape[0])
@@ -101,35 +105,6 @@ def language_weights(
     if sizes:
         config.vocab_size = sizes.pop()
     return taken, config
-
-
-def _is_tied(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.data_ptr() == second.data_ptr() and first.shape == second.shape
-
-
-def _is_learned_buffer(name: str, everything: dict[str, torch.Tensor]) -> bool:
-    """Whether a name is that of numbers that are learned without a gradient, such as the balance of experts."""
-    return re.fullmatch(OLD_BUFFERS, name) is None and everything[name].is_floating_point()
-
-
-def _check_tied(
-    name: str,
-    tensor: torch.Tensor,
-    state: dict[str, torch.Tensor],
-    own: dict[str, torch.nn.Parameter],
-    everything: dict[str, torch.Tensor],
-) -> None:
-    """Raises a `ValueError` where `text` ties two weights that differ in the state dict: one of them would be lost."""
-    for other, first in state.items():
-        if (
-            name in everything
-            and own[other].data_ptr() == everything[name].data_ptr()
-            and not torch.equal(first, tensor)
-        ):
-            raise ValueError(
-                f"`state_dict` holds {name} with other values than {other}, but `text` ties "
-                "them. Load `text` with `tie_word_embeddings=False`."
-            )
 
 
 def block_tensors(text: PreTrainedModel, blocks: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -178,7 +153,7 @@ def add_once(block: dict[str, torch.Tensor], key: str, tensor: torch.Tensor, nam
 @torch.no_grad()
 def load_parts(model: XAttnForConditionalGeneration, parts: dict[str, torch.Tensor]) -> None:
     """Copies tensors into the model, by name. Shapes may differ by axes of size 1."""
-    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    own = model.state_dict()
     for name, tensor in parts.items():
         own[name].copy_(tensor.reshape(own[name].shape))
 

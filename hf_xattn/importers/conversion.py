@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.constants import HF_HUB_OFFLINE
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -23,17 +22,7 @@ from ..checkpoints.folders import PEFT_CONFIG, check_config_file
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
 from ..decoders.block_stack import blocks_at
 from ..decoders.insertion import BLOCKS
-from ..utils.checkpoint_files import (
-    INDEX,
-    WEIGHTS,
-    Stored,
-    check_inside,
-    check_source,
-    read_index,
-    refuse_pickled,
-    refuse_two_saves,
-    short,
-)
+from ..utils.checkpoint_files import INDEX, Stored, check_inside, weight_files
 from ..utils.checkpoint_files import read_headers as checked_headers
 from ..utils.config_checks import check_layer_count
 from ..utils.stub import is_own_file
@@ -124,17 +113,12 @@ def folder_of(source: str | Path) -> Path:
     """The folder of a source. Downloads a Hub id."""
     folder = Path(source)
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"`source` ({folder}) holds no config.json.")
         if (folder / PEFT_CONFIG).is_file():
             raise ValueError(
                 f"`source` ({folder}) holds an adapter of PEFT ({PEFT_CONFIG}), whose weights would be left out. Merge "
                 "it first (`merge_and_unload()`), and save the model."
             )
         return folder
-    check_source("source", source)
-    if HF_HUB_OFFLINE:
-        raise ValueError(f"`source` ({source}) is not a folder, and the Hub is out of reach (offline mode).")
     return Path(snapshot_download(str(source), ignore_patterns=["*.bin", "*.pth", "*.pt", "original/*"]))
 
 
@@ -147,28 +131,16 @@ def config_of(folder: Path, headers: dict[str, Stored]) -> PreTrainedConfig:
 def read_headers(folder: Path) -> dict[str, Stored]:
     """File, shape and dtype of every tensor in a folder, by name.
 
-    Raises a `ValueError` if a file is missing, truncated or outside the folder, or lacks a tensor of the index.
+    Raises a `ValueError` if a file is missing, truncated or outside the folder.
     """
     refuse_unfinished(folder)
-    where, index_file = f"`source` ({folder})", folder / INDEX
-    index: dict[str, str] = {}
-    try:
-        refuse_two_saves(folder / WEIGHTS, index_file)
-        if index_file.is_file() and not (folder / WEIGHTS).is_file():
-            check_inside(folder, index_file)
-            index = read_index(index_file)
-        files = [folder / file for file in sorted(set(index.values()))] or sorted(folder.glob("*.safetensors"))
-        for file in files:
-            check_inside(folder, file)
-            if file.parent != folder:
-                raise ValueError(
-                    f"{INDEX} names {short(str(file.relative_to(folder)))}, which is not a file in the folder."
-                )
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    files, index = weight_files(folder)
+    files = files or sorted(folder.glob("*.safetensors"))
+    for file in files:
+        check_inside(folder, file)
     if not files:
-        refuse_pickled(folder, where)
-    return checked_headers(files, index, where)
+        raise ValueError(f"`source` ({folder}) holds no *.safetensors file.")
+    return checked_headers(files, index, f"`source` ({folder})")
 
 
 def read_tensor(folder: Path, headers: dict[str, Stored], name: str) -> torch.Tensor:
@@ -217,10 +189,7 @@ def side_files(source: Path) -> list[Path]:
     for path in sorted(source.iterdir()):
         if not path.is_file() or any(path.match(pattern) for pattern in NOT_COPIED):
             continue
-        try:
-            check_inside(source, path)
-        except ValueError as error:
-            raise ValueError(f"`source` ({source}): {error}") from error
+        check_inside(source, path)
         if not is_own_file(path):
             files.append(path)
     return files

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
@@ -236,7 +236,9 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
     _check_all_used(shapes, {part for name in expected for part in _parts_of(name, made, changed, shapes)})
     with WholeFolder(output) as target_folder:
         writer = FolderWriter(target_folder)
-        for number, names in enumerate(_shards(expected, dtype), start=1):
+        made_of = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in expected.items()}
+        files = split_torch_state_dict_into_shards(made_of, max_shard_size=SHARD_BYTES).filename_to_tensors
+        for file, names in files.items():
             tensors = {}
             for name in names:
                 parts = [read(part) for part in _parts_of(name, made, changed, shapes)]
@@ -244,7 +246,7 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
                     parts.append(parts[0].new_zeros(added, *parts[0].shape[1:]))
                 tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
                 tensors[original_name(name)] = tensor.reshape(expected[name]).to(dtype).contiguous()
-            writer.write(f"model-{number:05d}.safetensors", tensors)
+            writer.write(file, tensors)
         writer.finish()
         config.architectures = [MllamaForConditionalGeneration.__name__]
         config.save_pretrained(target_folder)
@@ -276,20 +278,6 @@ def _check_all_used(shapes: dict[str, tuple[int, ...]], used: set[str]) -> None:
     """Raises a `ValueError` for tensors that the export would leave out, such as those of adapters."""
     if left := sorted(set(shapes) - used):
         raise ValueError(f"Expected `source` with Mllama's tensors only, got {left[0]} ({len(left)} have no place).")
-
-
-def _shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> list[list[str]]:
-    """Splits names into files of at most `SHARD_BYTES`, in the given order."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, shape in shapes.items():
-        bytes_ = math.prod(shape) * dtype.itemsize
-        if shards[-1] and size + bytes_ > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += bytes_
-    return shards
 
 
 def _mllama_config(config: XAttnConfig) -> MllamaConfig:

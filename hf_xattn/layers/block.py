@@ -22,8 +22,8 @@ from transformers.activations import ACT2FN
 
 from ..cache.cross_cache import KeyValue
 from ..configuration_xattn import CrossAttentionConfig
-from ..utils.first_values import NotesWhatIsMissing, ValuesComeLater, check_class, check_complete
-from ..utils.parts import GATES, POSITIONS
+from ..utils.checkpoint_files import NotesWhatIsMissing, check_class, check_complete
+from ..utils.parts import GATES, POSITIONS, ValuesComeLater
 from ..utils.projection import to_dtype_of
 from ..utils.stub import NamesItsStub
 from .attention import GatedCrossAttention, check_text_and_states, zero_init_linear

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from ..decoders.insertion import BLOCKS, part_of
-from ..utils.quantized_weights import is_packed, is_quantized
+from ..utils.tensor_checks import is_packed, is_quantized
 
 
 logger = logging.get_logger(__name__)

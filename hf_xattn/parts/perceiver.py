@@ -3,20 +3,29 @@
 Learned latents attend to the image tokens and to the latents (Flamingo, Alayrac et al., 2022, appendix A.1.1). Each
 layer is `latents + attention(latents, [tokens; latents])`, then `latents + MLP(latents)`. A LayerNorm follows the last
 layer. No projection has a bias. With `num_image_positions`, the tokens of each image first get a learned vector for its
-place among the row's images (flamingo-pytorch's `media_pos_emb`, OpenFlamingo's `media_time_embs`).
+place among the row's images (flamingo-pytorch's `media_pos_emb`, OpenFlamingo's `media_time_embs`). That is the number
+of real images before it, those of the cache included: padding images change nothing, and later turns go on counting.
+In a packed row each sample counts from 0.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
+from ..cache.image_layout import ImageLayout, rows_to, values_of_text
+from ..cache.visibility import image_order
 from ..configuration_xattn import PerceiverConfig, XAttnConfig
-from ..utils.first_values import ValuesComeLater
-from ..utils.parts import CONNECTORS
+from ..images.image_inputs import ImageInputs
+from ..utils.parts import CONNECTORS, ValuesComeLater
 from ..utils.projection import ImageLinear
+from ..utils.tensor_checks import has_values
+from .packed_rows import PackedText, places_in_samples
 
 
 class PerceiverAttention(nn.Module):
@@ -117,3 +126,138 @@ def perceiver(config: XAttnConfig) -> list[nn.Module]:
 
 
 CONNECTORS.register("perceiver", perceiver)
+
+
+class ImagePositions:
+    """[`Numbering`] of the core: gives each image its place among the images of its row.
+
+    `count`: number of places that the resampler has learned.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def in_row(self, images: ImageInputs, real: torch.Tensor | None, cached: ImageLayout | None) -> ImageInputs:
+        """Adds `positions` to the new images of a call.
+
+        Args:
+            images ([`ImageInputs`]): the new images, `(R, n, ...)`. Those of packed rows have their `positions`.
+            real (`torch.BoolTensor`, *optional*): `(R, n)`, False = a padding image; None if all are real.
+            cached ([`ImageLayout`], *optional*): of the images in the cache.
+
+        Raises:
+            ValueError: if a row has more images than positions.
+        """
+        if images.positions is not None or not images.pass_connector:
+            return images
+        assert images.images is not None
+        rows, num_images = images.images.shape[:2]
+        device = images.images.device
+        before = _in_cache(cached, rows)
+        if real is None and isinstance(before, int):
+            positions = torch.arange(before, before + num_images, device=device).expand(rows, -1)
+        else:
+            given = torch.ones(rows, num_images, dtype=torch.bool, device=device) if real is None else real
+            positions = given.cumsum(dim=1) - 1 + (before if isinstance(before, int) else before[:, None].to(device))
+            positions = torch.where(given, positions, 0)  # padding, which no text sees
+        held = 0 if cached is None else cached.num_images
+        # With padding, rows may hold fewer images than there are columns. Compiled code cannot read how many.
+        if num_images and held + num_images > self.count and not (real is None and isinstance(before, int)):
+            most = held + num_images if torch.compiler.is_compiling() else int(positions.max()) + 1
+        else:
+            most = held + num_images
+        if most > self.count:
+            raise ValueError(
+                f"Expected at most {self.count} images in a row (`perceiver_config.num_image_positions`), got "
+                f"`{images.name}` with image {most} of a row."
+            )
+        return replace(images, positions=positions)
+
+    def in_samples(
+        self, config: XAttnConfig, images: ImageInputs, text: PackedText, rows: torch.Tensor | None
+    ) -> ImageInputs:
+        """Adds `positions` to the images of packed rows.
+
+        Raises:
+            ValueError: if a packed row has not one marker for each image, a sample has more images than positions, or
+                text rows have the images that they share at different places.
+        """
+        if not images.pass_connector:
+            return images
+        assert images.images is not None
+        shape = images.images.shape[:2]
+        real = images.real_images
+        order = image_order(text.starts.new_ones(shape) if real is None else real)
+        order = rows_to(order, len(text.starts)) if rows is None else values_of_text(order, rows)
+        markers = torch.zeros_like(text.starts) if text.markers is None else text.markers
+        text.check_images(config, (order > 0).sum(dim=-1), markers.sum(dim=-1))
+        places = places_in_samples(order, markers, text.starts)
+        if shape[1] > self.count and torch.compiler.is_compiling():
+            said = "A sample has more images than positions. Run this call without `torch.compile` to read which."
+            torch._assert_async((places < self.count).all(), said)
+        elif shape[1] > self.count and int(places.max()) >= self.count:
+            raise ValueError(
+                f"Expected at most {self.count} images in a sample (`perceiver_config.num_image_positions`), got "
+                f"`{images.name}` with image {int(places.max()) + 1} of a sample."
+            )
+        if len(places) != shape[0] or rows is not None:
+            index = (
+                torch.arange(len(places), device=places.device) * shape[0] // len(places)
+                if rows is None
+                else rows.to(places.device)
+            )
+            index, of_text = index[index >= 0], places[index >= 0]
+            places = places.new_zeros(shape).index_copy(0, index, of_text)
+            if bool((places[index] != of_text).any()):
+                raise ValueError(
+                    "Expected packed rows that share images (`image_rows`) to have each at the same place of its "
+                    "sample, because the model reads that place (`perceiver_config.num_image_positions`). Give each "
+                    "text row its own images."
+                )
+        return replace(images, positions=places)
+
+    def check_hidden(self, image_mask: torch.Tensor, cached: ImageLayout) -> None:
+        """Raises a `ValueError` if a mask `(rows, num_images)` hides a cached image in front of a real one.
+
+        Without the hidden image, the real one would have another place than the one that it was encoded with.
+        """
+        hidden = ~image_mask
+        if cached.image_mask is not None:
+            rows = max(len(hidden), len(cached.image_mask))
+            hidden = rows_to(hidden, rows) & rows_to(cached.image_mask, rows)
+        later = (hidden.cumsum(dim=1) > 0) & rows_to(image_mask, len(hidden))
+        if has_values(later) and bool(later.any()):
+            row = int(later.any(dim=1).nonzero()[0]) * len(image_mask) // len(later)
+            raise ValueError(
+                "Expected `image_mask` to hide only the last real images of a row in `cache`, got "
+                f"{image_mask[row].tolist()} for row {row}: the others were encoded with their places "
+                "(`perceiver_config.num_image_positions`). Pass `image_mask` to `encode_images`."
+            )
+
+
+class XAttnNumberingMixin:
+    """Places of images in [`XAttnModel`]."""
+
+    def find_numbering(self: Any) -> ImagePositions | None:
+        """See [`XAttnImagesMixin.find_numbering`]."""
+        perceiver = self.config.perceiver_config
+        return ImagePositions(perceiver.num_image_positions) if perceiver and perceiver.num_image_positions else None
+
+
+def _in_cache(cached: ImageLayout | None, rows: int) -> int | torch.Tensor:
+    """Number of real images of each row in the cache: one number, or `(R,)`."""
+    if cached is None:
+        return 0
+    if cached.image_mask is None:
+        return cached.num_images
+    counts = cached.image_mask.sum(dim=1)
+    if counts.shape[0] <= rows:
+        return counts.expand(rows)
+    counts = counts.unflatten(0, (rows, -1))
+    if has_values(counts) and bool((counts != counts[:, :1]).any()):
+        raise ValueError(
+            f"Expected text rows that share images to have the same number of them, got {counts.tolist()} "
+            "(`image_mask`): a new image has one place for all (`perceiver_config.num_image_positions`). Give each its "
+            "own images with `batch_select_indices`."
+        )
+    return counts[:, 0]

@@ -22,9 +22,8 @@ from ..cache.image_cache import ImageCache, empty_like, images_of
 from ..cache.image_layout import ImageLayout, rows_to
 from ..cache.states import States, concatenate, map_states
 from ..cache.xattn_cache import XAttnCache
-from ..utils.checkpoint_files import Stored, check_path, read_headers, short
+from ..utils.checkpoint_files import Stored, read_headers, short
 from ..utils.distributed import is_split
-from ..utils.tensor_checks import type_name
 from ..utils.whole_folder import whole_file
 from .int8_states import INT8, Int8States
 
@@ -40,14 +39,9 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
     """Combines image caches of several calls into one batch. Rows with fewer images are padded and masked.
 
     Raises:
-        TypeError: if `caches` is not a list of caches.
-        ValueError: if the list is empty, a cache holds no images, or the caches come from different models or differ
-            in `cache_dtype`.
+        TypeError: if `caches` holds something else than caches.
+        ValueError: if a cache holds no images, or the caches come from different models or differ in `cache_dtype`.
     """
-    if not isinstance(caches, Sequence):
-        raise TypeError(f"Expected `caches` to be a list of image caches, got {type_name(caches)}.")
-    if not caches:
-        raise ValueError("Expected `caches` to hold at least one image cache, got an empty list.")
     parts = [images_of(f"caches[{index}]", cache) for index, cache in enumerate(caches)]
     shapes = {(len(cross.layers), *cross.layers[0].keys.shape[1::2]) for cross, _ in parts}
     if len(shapes) > 1:
@@ -81,8 +75,6 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
 
 
 def _check_model(model: Any) -> None:
-    if not callable(getattr(model, "image_identity", None)):
-        raise TypeError(f"Expected `model` to be the model that encoded the images, got {type_name(model)}.")
     heads, held = model.config.cross_attention_config.num_key_value_heads, model.blocks[0].attn.num_key_value_heads
     if held != heads:
         raise ValueError(
@@ -112,7 +104,6 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: Any) -> None:
             then as it was.
     """
     cross, layout = images_of("cache", cache)
-    check_path("path", path)
     _check_model(model)
     identity = model.image_identity()
     if cross.made_by != identity:
@@ -152,7 +143,6 @@ def load_image_cache(path: str | Path, model: Any) -> ImageCache:
         FileNotFoundError: if there is no such file.
         ValueError: if the file is not an image cache, is damaged, or was written with other weights.
     """
-    check_path("path", path)
     _check_model(model)
     if not Path(path).is_file():
         raise FileNotFoundError(f"Expected `path` to be a file, got {path}, which does not exist.")

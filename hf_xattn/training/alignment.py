@@ -28,8 +28,7 @@ from ..images.connector import check_square
 from ..processing_xattn import XAttnProcessor
 from ..utils.architectures import text_num_hidden_layers
 from ..utils.projection import to_dtype_of
-from ..utils.quantized_weights import check_trainable
-from ..utils.tensor_checks import type_name
+from ..utils.tensor_checks import check_trainable, type_name
 from .alignment_words import (
     CannotAlign,
     RidgeSums,

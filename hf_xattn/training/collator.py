@@ -70,7 +70,7 @@ class XAttnDataCollator:
             questions about a picture, with the same gradients. For that, rows about one picture must stand next to one
             another in the data (`train_sampling_strategy="sequential"` of `TrainingArguments`).
         padding_free (`bool`): all rows become one row without padding, whose `position_ids` start again at each (see
-            `packing/packed_rows.py`). Each still sees its own text and images only. A decoder that cannot do this says
+            `parts/packed_rows.py`). Each still sees its own text and images only. A decoder that cannot do this says
             so.
         features ([`VisionFeatures`], *optional*): what the vision tower has returned for the images, which are then
             files. Batches hold `vision_features` in place of `pixel_values`, and no image is read.

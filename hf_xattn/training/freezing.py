@@ -19,7 +19,7 @@ from ..learning.activation_wrappers import WRAPPED, unwrapped
 from ..learning.frozen import HALF
 from ..learning.sharding import names_of_units
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
-from ..utils.quantized_weights import is_packed, is_quantized, plain_tensors, shape_before, untrainable
+from ..utils.tensor_checks import is_packed, is_quantized, plain_tensors, shape_before, untrainable
 
 
 REMEDIES = {

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate.utils import get_cpu_distributed_information  # what the launcher has set, also for GPUs
 
-from ..utils.quantized_weights import is_quantized
+from ..utils.tensor_checks import is_quantized
 
 
 Made = TypeVar("Made")

@@ -20,7 +20,7 @@ from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing.chat_templates import check_template
 from ..processing_xattn import XAttnProcessor
 from ..utils.projection import multiplies_natively
-from ..utils.quantized_weights import check_trainable
+from ..utils.tensor_checks import check_trainable
 from .answer_spans import ends_of_turns
 from .bad_rows import BAD_ROWS_FILE, Places, RowReader, StopsAtLimit
 from .collator import XAttnDataCollator

@@ -12,8 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .transformers_api import is_before, needs
-from .versions import OLDEST
+from .transformers_api import OLDEST, is_before, needs
 
 
 # Vision towers that read an image as tiles, with aspect ratios. The width of their output is `vision_output_dim`.
@@ -37,7 +36,7 @@ class Architecture:
         since, static_since (`str`): the first transformers whose own decoder is right, and right with a static cache.
             Before, it saw text to come, read text after cached text wrongly, or failed.
         not_static (`str`, *optional*): why it is wrong with a static cache in every version.
-        packs (`bool`): whether it keeps the samples of a packed row apart (`packing/packed_rows.py`). A test compares
+        packs (`bool`): whether it keeps the samples of a packed row apart (`parts/packed_rows.py`). A test compares
             each such type with its samples alone. A model of the type with recurrent layers is refused all the same.
     """
 

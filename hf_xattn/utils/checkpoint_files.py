@@ -1,39 +1,39 @@
 """Checks the files of a checkpoint before anything of them is loaded.
 
 A checkpoint may come from a stranger, or be damaged. transformers opens the files that an index names wherever they
-are, and unpickles where it finds no safetensors. Here a file must lie in the checkpoint's folder, be whole, and hold
-what the index promises. Only headers are read: a flipped bit in a weight's values is not noticed.
+are. Here a file must lie in the checkpoint's folder, and be whole. Only headers are read: a flipped bit in a weight's
+values is not noticed.
+
+transformers gives first values to weights that a checkpoint lacks, and opens a checkpoint with the class that is
+registered for its model type. It warns at most. So the models of this package are loaded whole, by the class that they
+were saved with, or not at all.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import SafetensorError, safe_open
+from transformers.utils import logging
 
-from .tensor_checks import type_name
 
+logger = logging.get_logger(__name__)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NUMBER = "[0-9][0-9][0-9][0-9][0-9]"
 SHARDS = f"-{NUMBER}-of-{NUMBER}"  # what transformers appends to the names of shards
 SHARDS_OF_RANKS = f"shard-{NUMBER}-model{SHARDS}.safetensors"  # of several processes (DCP), with parts of tensors
 OFFSETS = "DCP_SHARDING_INFO"  # of the parts, in the metadata of such a file
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 CARD = "README.md"  # the model card
 SIDE_FILES = ("generation_config.json",)  # transformers falls back to defaults where it cannot read them
-MAX_JSON = 2**26  # bytes; the index of a model with a million weights is of this size
-MAX_HEADER = 2**25  # bytes
-QUOTES = "'\""
 INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
+NAMED = 3  # weights in a message
 
 
 class Stored(NamedTuple):
@@ -46,39 +46,6 @@ class Stored(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-
-def check_path(name: str, path: Any) -> None:
-    """Raises a `TypeError` if `path` is not a path."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"Expected `{name}` to be a path, got {type_name(path)}.")
-
-
-def check_source(name: str, source: str | Path, kinds: str = "a folder or a Hub id") -> None:
-    """Raises a `ValueError` for a local path that is not a folder. Every name that the Hub does not allow is a path.
-
-    Without this check, transformers would look for the path on the Hub and report an invalid Hub id.
-    """
-    text = str(source)
-    try:
-        validate_repo_id(text)
-        is_local = isinstance(source, Path) or Path(source).is_file()
-    except HFValidationError:
-        is_local = True
-    if is_local and not Path(source).is_dir():
-        what = "which is a file" if Path(source).is_file() else "but there is no such folder"
-        raise ValueError(f"Expected `{name}` to be {kinds}, got {text!r}, {what}.")
-
-
-@contextlib.contextmanager
-def both_readings(source: str | Path) -> Iterator[None]:
-    """Tells of a name that may be a folder or a Hub id, and can be read as neither, that there is no such folder."""
-    try:
-        yield
-    except OSError as error:
-        if os.path.isdir(source):
-            raise
-        raise OSError(f"There is no folder {str(source)!r} here, and as a Hub id it cannot be read: {error}") from error
 
 
 def check_inside(folder: Path, path: Path) -> None:
@@ -117,10 +84,7 @@ def short(value: Any) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a file with one JSON object. Raises a `ValueError` for any other, and for one that is too large."""
-    size = path.stat().st_size
-    if size > MAX_JSON:
-        raise ValueError(f"{path} is too large: expected a JSON file of at most {MAX_JSON} bytes, got {size}.")
+    """Reads a file with one JSON object. Raises a `ValueError` for any other."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # also text that is no UTF-8, and integers with too many digits
@@ -139,8 +103,6 @@ def read_index(path: Path) -> dict[str, str]:
     index = content.get("weight_map")
     if not isinstance(index, dict) or not index:
         raise ValueError(f"{path} is damaged: expected a `weight_map` of tensors and files, got {short(index)}.")
-    if not isinstance(content.get("metadata", {}), dict):
-        raise ValueError(f"{path} is damaged: expected `metadata` to be an object, got {short(content['metadata'])}.")
     for file in index.values():
         if not check_name(file, str(path)).endswith(".safetensors"):
             raise ValueError(f"{path} names {short(file)}: expected a *.safetensors file.")
@@ -162,7 +124,7 @@ def weight_files(
     single, index_file = (folder / _variant(name, variant) for name in (WEIGHTS, INDEX))
     if named is None:
         refuse_two_saves(single, index_file)
-    if named is not None:
+    else:
         single, index_file = (folder / "", folder / named) if named.endswith(".json") else (folder / named, folder / "")
     index: dict[str, str] = {}
     if named is None and (ranks := sorted(folder.glob(SHARDS_OF_RANKS))):
@@ -208,23 +170,14 @@ def _variant(name: str, variant: str | None) -> str:
 def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> dict[str, Stored]:
     """Returns the tensors of safetensors files, by name. `index` is empty if there is none.
 
-    Raises a `ValueError` for a file that is missing or damaged, and for a tensor that is in two files, or in another
-    file than the index names.
+    Raises a `ValueError` for a damaged file, and, without an index, for a tensor that is in two files.
     """
     headers: dict[str, Stored] = {}
     for path in files:
-        if not path.is_file():
-            raise ValueError(f"{where} is not complete: {path.name} is missing.")
         for name, stored in _header(path, where).items():
             if name in headers and not index:
                 raise ValueError(f"{where}: {path.name} and {headers[name].file} hold the same tensor {short(name)}.")
-            if name not in headers or Path(index.get(name, "")).name == stored.file:
-                headers[name] = stored
-    if lost := [name for name, file in index.items() if name not in headers or headers[name].file != Path(file).name]:
-        raise ValueError(
-            f"{where} is not complete: the index names {short(lost[0]).strip(QUOTES)}, which is not in its file "
-            f"{index[lost[0]]}."
-        )
+            headers[name] = stored
     return headers
 
 
@@ -237,13 +190,11 @@ def read_headers_of_ranks(files: Iterable[Path], where: str) -> dict[str, Stored
     parts: dict[str, set[tuple[Stored, tuple[int, ...]]]] = {}
     for path in files:
         header = _header(path, where)
-        offsets = _offsets(path, where)
+        with safe_open(path, "pt") as opened:
+            text = (opened.metadata() or {}).get(OFFSETS, "{}")
+        offsets = {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(text).items()}
         for name, stored in header.items():
             start = offsets.get(name, (0,) * len(stored.shape))
-            if len(start) != len(stored.shape):
-                raise ValueError(
-                    f"{where}: {path.name} is damaged: {short(name)} has offsets {start} and shape {stored.shape}."
-                )
             parts.setdefault(name, set()).add((stored._replace(file=""), start))
     headers: dict[str, Stored] = {}
     for name, found in parts.items():
@@ -259,41 +210,15 @@ def read_headers_of_ranks(files: Iterable[Path], where: str) -> dict[str, Stored
     return headers
 
 
-def _offsets(path: Path, where: str) -> dict[str, tuple[int, ...]]:
-    """Where the parts in a file begin, along each axis of their tensors."""
-    with safe_open(path, "pt") as opened:
-        text = (opened.metadata() or {}).get(OFFSETS, "{}")
-    try:
-        offsets = {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(text).items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{where}: {path.name} is damaged: expected offsets, got {short(text)}.") from error
-    if not all(type(at) is int and at >= 0 for start in offsets.values() for at in start):
-        raise ValueError(f"{where}: {path.name} is damaged: expected offsets, got {short(text)}.")
-    return offsets
-
-
 def _header(path: Path, where: str) -> dict[str, Stored]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-    if not 2 <= length <= min(MAX_HEADER, size - 8):
-        raise ValueError(
-            f"{where}: {path.name} is truncated or not a safetensors file: it has {size} bytes, and {length} in its "
-            f"header (at most {MAX_HEADER})."
-        )
     try:
         with safe_open(path, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}
             return {name: Stored(path.name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    except FileNotFoundError as error:
+        raise ValueError(f"{where} is not complete: {path.name} is missing.") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{where}: {path.name} is truncated or not a safetensors file ({error}).") from error
-
-
-def refuse_pickled(folder: Path, what: str) -> None:
-    """Raises a `ValueError` for a folder without safetensors. Pickled weights can run code, so they are never read."""
-    others = sorted({path.name for pattern in PICKLED for path in folder.glob(pattern)})
-    hint = f" It holds {others[:5]}. If you trust these files, load the model with transformers and save it again."
-    raise ValueError(f"{what} holds no *.safetensors file.{hint if others else ''}")
 
 
 def check_weights(headers: dict[str, Stored], quantized: bool, where: str) -> None:
@@ -315,3 +240,65 @@ def sha256_of(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+class NotesWhatIsMissing:
+    """Part of models that are loaded whole or not at all."""
+
+    # Names of weights of the model that a checkpoint lacked, and of weights of the checkpoint that have no place.
+    _lacking: tuple[set[str], set[str]] | None = None
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        """Called at the end of loading. Notes all missing weights, also those that a class lets be missing."""
+        missing = set(loading_info.missing_keys)
+        noted: Any = super()
+        noted._adjust_missing_and_unexpected_keys(loading_info)
+        self._lacking = missing, set(loading_info.unexpected_keys)
+
+
+def check_class(model_class: type, architectures: Any, source: Any, ours: Iterable[str]) -> None:
+    """Raises a `ValueError` for a checkpoint of a class of the caller's own that another class would open.
+
+    Args:
+        architectures (`list[str]`, *optional*): the classes that the configuration names.
+        ours (`Iterable[str]`): the classes of the package whose checkpoints any class may open.
+    """
+    if not isinstance(architectures, (list, tuple)) or not architectures:
+        return
+    names = [str(name).removeprefix("FSDP") for name in architectures]
+    if {each.__name__ for each in model_class.__mro__}.isdisjoint(names) and set(ours).isdisjoint(names):
+        raise ValueError(
+            f"{source} was saved by a class {names[0]}, so {model_class.__name__} may answer otherwise. Load it with "
+            f"`{names[0]}.from_pretrained`, or register that class with the Auto class that you use."
+        )
+
+
+def check_complete(model: Any, source: Any, allowed: bool = False) -> None:
+    """Raises a `ValueError` if a loaded model ([`NotesWhatIsMissing`]) did not get all of its weights.
+
+    With `allowed`, the caller's `allow_missing_weights`, it warns in place of the error.
+    """
+    missing, unexpected = vars(model).pop("_lacking", (set(), set()))
+    if not missing:
+        return
+    what = incomplete(source, missing, unexpected)
+    if not allowed:
+        raise ValueError(
+            f"{what} Copy it again. With `allow_missing_weights=True`, `from_pretrained` gives these weights first "
+            "values, most of them random."
+        )
+    logger.warning(f"{what} These weights have first values, most of them random.")
+
+
+def incomplete(source: Any, missing: Collection[str], unexpected: Collection[str]) -> str:
+    """The words for a checkpoint that lacks weights."""
+    what = f"{source} is not complete: {len(missing)} weights are missing, {_first(missing)}."
+    if unexpected:
+        others = f"It holds {len(unexpected)} for which the model has no place, {_first(unexpected)}"
+        return f"{what} {others}: were weights renamed?"
+    return f"{what} It is damaged, or belongs to another configuration."
+
+
+def _first(names: Collection[str]) -> str:
+    first = ", ".join(map(short, sorted(names)[:NAMED]))
+    return first + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

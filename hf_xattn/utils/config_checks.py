@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from huggingface_hub.dataclasses import as_validated_field
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from .architectures import TILED_VISION_TYPES, WITHOUT_CLASS_TOKEN, layers_width
@@ -35,7 +34,7 @@ GENERIC = frozenset(
     per_layer_config quantization_config tie_word_embeddings torch_dtype use_cache
     """.split()
 )
-MOST_DEPTH = 16  # of objects in objects
+MOST_LABELS = 2**20  # transformers makes a name of each: 10^9 of them would take 200 GB
 KERNELS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 DTYPES = ("dtype", "torch_dtype")
 
@@ -67,51 +66,27 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args, **kwargs) -> Any:
-        """`PreTrainedConfig.from_pretrained`. Errors name the checkpoint; the configuration keeps only a given name."""
-        given = kwargs.get("name_or_path", "")
-        kwargs.setdefault("name_or_path", os.fspath(pretrained_model_name_or_path))
-        made = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        config = made[0] if isinstance(made, tuple) else made
-        config.name_or_path = given
-        return made
-
-    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> Any:
         """Like `PreTrainedConfig.from_dict`, which sets some fields after the checks: so the checks run once more.
 
         Keeps unknown attributes of a file, whatever their names, and warns.
 
-        Raises:
-            ValueError, TypeError: for fields that no model has, before anything is built from them ([`check_fields`]),
-                and for fields that transformers or this package refuses.
+        Raises a `ValueError` for fields that no model has, before anything is built from them ([`check_fields`]).
         """
-        name = kwargs.get("name_or_path")
-        where = cls.__name__ if not name else f"{cls.__name__} of {name}"
-        check_fields(config_dict, where, config_class=cls)
-        try:
-            with names_come_later(bool(config_dict.get("auto_map"))):
-                return cls._from_checked(config_dict, kwargs)
-        except (OSError, ImportError):
-            raise
-        except TypeError as error:
-            raise TypeError(f"{where}: {error}") from error
-        except Exception as error:  # whatever the classes of the parts stumble over
-            raise ValueError(f"{where}: {error if str(error) else type(error).__name__}") from error
-
-    @classmethod
-    def _from_checked(cls, config_dict: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+        check_fields(config_dict, cls.__name__, config_class=cls)
         config_dict = {**cls.values_of_old_files, **config_dict}
         later = {name: value for name, value in config_dict.items() if _resembles(cls, name)}
-        made = super().from_dict({name: value for name, value in config_dict.items() if name not in later}, **kwargs)
-        config = made[0] if isinstance(made, tuple) else made
-        for name, value in later.items():
-            _warn_of_unknown(cls, name)
-            setattr(config, name, value)
-        for name, spec in cls.sub_configs_defaults.items():
-            if isinstance(value := getattr(config, name), dict):
-                setattr(config, name, spec.create_subconfig(name, value)[0])
-        config._check_fields()
+        fields = {name: value for name, value in config_dict.items() if name not in later}
+        with names_come_later(bool(config_dict.get("auto_map"))):
+            made = super().from_dict(fields, **kwargs)
+            config = made[0] if isinstance(made, tuple) else made
+            for name, value in later.items():
+                _warn_of_unknown(cls, name)
+                setattr(config, name, value)
+            for name, spec in cls.sub_configs_defaults.items():
+                if isinstance(value := getattr(config, name), dict):
+                    setattr(config, name, spec.create_subconfig(name, value)[0])
+            config._check_fields()
         return made
 
 
@@ -153,20 +128,17 @@ def check_names(config_class: type[PreTrainedConfig], kwargs: dict[str, Any]) ->
             _warn_of_unknown(config_class, name)
 
 
-def refuse_unknown_fields(argument: str, config_class: type[PreTrainedConfig], fields: dict[str, Any]) -> None:
-    """Raises a `ValueError` if a `dict` that a user wrote has keys that are not fields."""
-    known = _fields_of(config_class)
-    unknown = [name for name in fields if name not in known and not name.startswith("_")]
-    if unknown:
-        own = sorted(known - _fields_of(PreTrainedConfig))
-        raise ValueError(f"`{argument}` has unknown fields {unknown}.{suggestion(unknown[0], own)} Known are {own}.")
-
-
 def config_of_fields(argument: str, config_class: type[CheckedConfig], fields: dict[str, Any]) -> Any:
-    """A configuration from a `dict`, made by `to_dict` (it has `model_type`) or written by a user."""
+    """A configuration from a `dict`, made by `to_dict` (it has `model_type`) or written by a user.
+
+    Raises a `ValueError` if a user wrote keys that are not fields.
+    """
     if "model_type" in fields:
         return config_class.from_dict(fields)
-    refuse_unknown_fields(argument, config_class, fields)
+    known = _fields_of(config_class)
+    if unknown := [name for name in fields if name not in known and not name.startswith("_")]:
+        own = sorted(known - _fields_of(PreTrainedConfig))
+        raise ValueError(f"`{argument}` has unknown fields {unknown}.{suggestion(unknown[0], own)} Known are {own}.")
     return config_class(**fields)
 
 
@@ -195,30 +167,12 @@ def share(value: float) -> None:
         raise ValueError(f"Expected a number from 0 to below 1, got {value}.")
 
 
-def check_activation(field: str, value: Any) -> None:
-    if not isinstance(value, str) or value not in ACT2FN:
-        raise ValueError(f"`{field}` must be an activation of transformers (one of {sorted(ACT2FN)}), got {value!r}.")
-
-
 def check_buckets(num_buckets: int, max_distance: int) -> None:
     """Raises a `ValueError` for sizes that T5's buckets cannot have."""
     if num_buckets < 4 or num_buckets % 2 or max_distance <= num_buckets // 4:
         raise ValueError(
             "`position_bias_num_buckets` must be an even number of at least 4 (half for each direction), and "
             f"`position_bias_max_distance` larger than a quarter of it, got {num_buckets} and {max_distance}."
-        )
-
-
-def check_added_vocabulary(size: Any, in_head: bool) -> None:
-    """Raises a `ValueError` for rows of the head for no added tokens."""
-    if in_head and not size:
-        raise ValueError("`additional_vocab_in_head=True` needs `additional_vocab_size` of at least 1.")
-
-
-def check_config_class(field: str, value: Any, config_class: type[PreTrainedConfig]) -> None:
-    if not isinstance(value, config_class):
-        raise ValueError(
-            f"`{field}` must be a {config_class.__name__} or a dict of its fields, got {type(value).__name__}."
         )
 
 
@@ -300,23 +254,16 @@ def check_layers(layers: Any, num_layers: int) -> list[int]:
     return sorted(layers)
 
 
-def check_fields(
-    fields: Any, where: str, depth: int = 0, config_class: type[PreTrainedConfig] = PreTrainedConfig
-) -> None:
+def check_fields(fields: Any, where: str, config_class: type[PreTrainedConfig] = PreTrainedConfig) -> None:
     """Checks the fields of a configuration, and of those inside it, which transformers would follow.
 
     Args:
         where (`str`): begins each message: the file, and the part.
-        depth (`int`): in how many objects these fields are.
 
     Raises:
-        ValueError: for a name that leads to code or to another folder, and a key that would replace a method of
-            `config_class`. The message names the field.
+        ValueError: for a name that leads to code or to another folder, a key that would replace a method of
+            `config_class`, and labels that take all memory. The message names the field.
     """
-    if not isinstance(fields, dict):
-        raise ValueError(f"{where}: expected an object, got {short(fields)}.")
-    if depth > MOST_DEPTH:
-        raise ValueError(f"{where}: expected at most {MOST_DEPTH} objects inside each other, got more.")
     for name, value in fields.items():
         if not isinstance(name, str) or name.startswith("__") or callable(getattr(config_class, name, None)):
             raise ValueError(f"{where}: expected the names of settings, got {short(name)}.")
@@ -324,8 +271,10 @@ def check_fields(
             _check_kernel(name, value, where)
         elif name == "transformers_weights":
             _check_weights_name(value, where)
+        elif name == "num_labels" and isinstance(value, int) and value > MOST_LABELS:
+            raise ValueError(f"{where}: expected `num_labels` of at most {MOST_LABELS}, got {short(value)}.")
         elif name.endswith("_config") and name != "quantization_config" and isinstance(value, dict):
-            check_fields(value, f"{where}, `{name}`", depth + 1)
+            check_fields(value, f"{where}, `{name}`")
 
 
 def _check_kernel(name: str, value: Any, where: str) -> None:

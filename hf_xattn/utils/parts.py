@@ -16,9 +16,30 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import initialization as init
 
 from .stub import PACKAGE
+
+
+# What the constructors of `nn.Linear` and `nn.Embedding` call, in `torch.nn.init` and on tensors. Norms and gates do
+# not use them.
+FILLS = frozenset({"kaiming_uniform_", "uniform_", "normal_", "zero_"})
+
+
+class ValuesComeLater(TorchFunctionMode):
+    """Leaves new layers without values. For constructors of a model that then calls `post_init`, or on the meta device.
+
+    torch's layers draw random numbers in their constructors, and `_init_weights` writes every weight of a block or
+    connector again: on a CPU the lost numbers took more time than those that stay. A mode of torch holds for one
+    thread: models that other threads make are not changed.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", None) in FILLS:
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **kwargs)
 
 
 # Inside: names of a configuration that comes with code, which registers them before the model is built.

@@ -93,8 +93,6 @@ ENTRIES = {
     "registration": ("register_names",),
 }
 
-SMALL = "checkpoints.adapters"  # loads small checkpoints
-
 WITH_CODE = f"    from .{CODE} import find\n\n" + "".join(
     f'    {name} = find("{module}", "{name}")\n' for module, names in ENTRIES.items() for name in names
 )
@@ -127,9 +125,7 @@ def references(model_type: str) -> dict[str, str]:
     return {auto_class: f"{STUB}.{name}" for auto_class, name in CLASSES.get(model_type, {}).items()}
 
 
-def write_stub(
-    folder: str | os.PathLike[str], with_code: bool = False, target: Path | None = None, small: bool = False
-) -> None:
+def write_stub(folder: str | os.PathLike[str], with_code: bool = False, target: Path | None = None) -> None:
     """Writes the stub into a folder, and the code.
 
     Args:
@@ -138,7 +134,6 @@ def write_stub(
             would be out of date, and if the running code itself came with a checkpoint.
         target (`Path`, *optional*): the folder that the files will be moved to, which `own_code` lists; by default
             `folder`.
-        small (`bool`): the checkpoint is a small one (`adapter_only=True`), which needs more code to load.
 
     Raises:
         ValueError: if that folder holds another file with the name of one that is written.
@@ -151,9 +146,7 @@ def write_stub(
     texts = {"notice": NOTICE, "version": __version__, "how_to_install": HOW_TO_INSTALL, "otherwise": otherwise}
     files = {f"{STUB}.py": TEMPLATE.format(**texts)}
     if with_code:
-        files[f"{CODE}.py"] = "\n".join(
-            [NOTICE, _source(LOADER), *map(_as_comments, code_modules(small or _loads_small(folder)))]
-        )
+        files[f"{CODE}.py"] = "\n".join([NOTICE, _source(LOADER), *map(_as_comments, code_modules())])
     for name in files:
         if any((where / name).is_file() and not is_own_file(where / name) for where in (folder, target)):
             raise ValueError(
@@ -180,16 +173,10 @@ def is_own_file(path: Path) -> bool:
     return path.suffix == ".py" and path.read_text(encoding="utf-8", errors="replace").startswith(NOTICE)
 
 
-def _loads_small(folder: Path) -> bool:
-    """Whether the code that a folder has by now loads small checkpoints: the configuration writes it again."""
-    code = folder / f"{CODE}.py"
-    return code.is_file() and f"# ==== {SMALL.replace('.', '/')}.py\n" in code.read_text(encoding="utf-8")
-
-
-def code_modules(small: bool = False) -> list[str]:
+def code_modules() -> list[str]:
     """The modules that a checkpoint's classes import at their top, and folders. What a function imports stays out."""
     found: set[str] = set()
-    asked = {*ENTRIES, LOADER, *([SMALL] if small else [])}
+    asked = {*ENTRIES, LOADER}
     while asked:
         found |= asked
         asked = {name for module in asked for name in _imports(module)} - found

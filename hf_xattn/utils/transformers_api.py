@@ -6,9 +6,12 @@ installed transformers. The rest of the package imports from here the names that
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import platform
 import warnings
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +23,13 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without what `REPAIRED` says of it
 from transformers.utils.deprecation import deprecate_kwarg
 
-from .versions import NEWEST, OLDEST
+from ..version import __version__
 
+
+# The oldest and the newest version of transformers that all tests ran with.
+OLDEST, NEWEST = "5.17.0", "5.24.0"
+# What a report of a bug should name, in this order.
+PACKAGES = ("transformers", "torch", "accelerate", "peft", "trl", "datasets", "vllm")
 
 # What is used, the module that defines it, and the first version that has it.
 _TABLE = {
@@ -87,6 +95,15 @@ def warn_of_version(version: str = transformers.__version__) -> None:
             UserWarning,
             stacklevel=3,
         )
+
+
+def installed() -> dict[str, str]:
+    """The versions of this package, of the packages that it works with as far as they are installed, and of Python."""
+    found = {"hf_xattn": __version__}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return {**found, "python": platform.python_version()}
 
 
 def exists(name: str) -> bool:

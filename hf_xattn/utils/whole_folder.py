@@ -14,7 +14,6 @@ import re
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from safetensors import SafetensorError
 
 
 HIDDEN, MARKER = ".hf_xattn-save-", ".hf_xattn-unfinished"
-LONGEST_SAVE = 86400.0  # seconds; what another machine has not touched for longer was killed
 LAST = re.compile(r"(config|index|cross_attention)[\w.-]*\.json$")  # what says which model a folder holds
 
 
@@ -129,8 +127,8 @@ def _hidden_folder(target: Path) -> Iterator[Path]:
     parent = target if target.is_dir() else target.parent
     own = HIDDEN + hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12] + "-"
     for left in parent.glob(f"{HIDDEN}*"):
-        # On a network file system, a lock of another machine may not be seen here.
-        if left.is_symlink() or not (left.name.startswith(own) or _untouched_for(left) > LONGEST_SAVE):
+        # On a network file system, a lock of another machine may not be seen here: its folders stay.
+        if left.is_symlink() or not left.name.startswith(own):
             continue
         with _locked(left, wait=False) as is_abandoned:
             if is_abandoned and list(left.glob("*")):  # an empty one may be new, and locked next
@@ -146,17 +144,6 @@ def _hidden_folder(target: Path) -> Iterator[Path]:
         raise OSError(int(found[1]), f"{target} could not be written: {os.strerror(int(found[1]))}") from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _untouched_for(folder: Path) -> float:
-    """Seconds since anything in a folder was written."""
-    newest = 0.0
-    for path in (folder, *folder.rglob("*")):
-        try:
-            newest = max(newest, path.stat().st_mtime)
-        except OSError:  # its save has just ended
-            return 0.0
-    return time.time() - newest
 
 
 @contextlib.contextmanager

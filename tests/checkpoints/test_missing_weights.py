@@ -85,7 +85,7 @@ def test_a_missing_expert(part, tmp_path):
     make_model("mixtral").save_pretrained(tmp_path)
     damage(tmp_path / "model.safetensors", LAYER + "block_sparse_moe." + part)
     for load in LOADERS:
-        with pytest.raises(ValueError, match=rf"{tmp_path} cannot be loaded: RuntimeError"):
+        with pytest.raises(RuntimeError):
             load(tmp_path)
 
 
@@ -98,7 +98,7 @@ def test_only_where_it_is_asked_for(tmp_path, caplog):
     for load in LOADERS:
         caplog.clear()
         loaded = load(tmp_path, allow_missing_weights=True)
-        found = [record.message for record in caplog.records if record.name == "hf_xattn.utils.first_values"]
+        found = [record.message for record in caplog.records if record.name == "hf_xattn.utils.checkpoint_files"]
         assert len(found) == 1 and "connector.layers.0.bias', " in found[0] and "and 1 more" in found[0]
         state = loaded.state_dict()
         prefix = "" if isinstance(loaded, XAttnForConditionalGeneration) else "model."
@@ -113,7 +113,7 @@ def test_whole_models_say_nothing(tmp_path, caplog):
     for name in ("llama_tied", "gpt2", "opt"):
         make_model(name).save_pretrained(tmp_path / name, max_shard_size="30KB")
         XAttnForConditionalGeneration.from_pretrained(tmp_path / name, allow_missing_weights=True)
-    assert not [record for record in caplog.records if record.name == "hf_xattn.utils.first_values"]
+    assert not [record for record in caplog.records if record.name == "hf_xattn.utils.checkpoint_files"]
 
 
 def test_weights_of_the_caller():

@@ -17,8 +17,7 @@ from helpers.models.tiny_models import randomize, strengthen
 from hf_xattn.decoders.decoder import find_cache_argument, layers_receive_keywords
 from hf_xattn.decoders.insertion import check_insertable
 from hf_xattn.utils.architectures import ARCHITECTURES, PACKS, architecture, causal_model_types, markdown_table
-from hf_xattn.utils.transformers_api import CACHE, has, is_before
-from hf_xattn.utils.versions import OLDEST
+from hf_xattn.utils.transformers_api import CACHE, OLDEST, has, is_before
 
 
 FORGETFUL = [name for name in SERVED if architecture(name).forgets]

@@ -16,8 +16,7 @@ from helpers.models.tiny_models import make_model, pixels, randomize
 from helpers.references.gradient_checks import assert_same_outputs, outputs_and_gradients, without_dropout
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.images.image_inputs import ImageInputs
-from hf_xattn.packing.packed_rows import find_samples
-from hf_xattn.packing.packed_samples import PackedText
+from hf_xattn.parts.packed_rows import PackedText, find_samples
 from hf_xattn.utils.architectures import ARCHITECTURES
 from hf_xattn.utils.transformers_api import CACHE, is_before
 

@@ -8,7 +8,7 @@ from transformers import Qwen2VLConfig
 from helpers.models.tiny_composites import COMPOSITES, make_composite
 from helpers.models.tiny_models import randomize
 from hf_xattn import retrofit
-from hf_xattn.checkpoints.text_half import composite_class, text_half
+from hf_xattn.checkpoints.bases import composite_class, text_half
 
 
 IDS = torch.randint(4, 80, (2, 7), generator=torch.Generator().manual_seed(1))

@@ -251,8 +251,9 @@ def test_what_is_missing_is_told_before_any_work(parts, tmp_path, capsys, monkey
     assert f"{GROUNDS.folder} in {tmp_path}" in error and "apt-get download mate-backgrounds" in error
     (tmp_path / "wrong.deb").write_bytes(b"PK")
     assert "to be a .deb file" in refused(capsys, tmp_path, "--stamps", tmp_path / "wrong.deb", *vision)
-    assert "no such" in refused(capsys, tmp_path, *stamps, "--vision", tmp_path / "none")
-    assert "no such folder" in refused(capsys, tmp_path, *stamps, *vision, text=tmp_path / "none")
+    none = str(tmp_path / "none")
+    assert none in refused(capsys, tmp_path, *stamps, "--vision", none)
+    assert none in refused(capsys, tmp_path, *stamps, *vision, text=none)
     assert "got both" in refused(capsys, tmp_path, *stamps, "--pictures", tmp_path, *vision)
     (tmp_path / "one.jsonl").write_text('{"question": "a ?", "answer": "b"}\n')
     assert "two examples or more, got 1" in refused(capsys, tmp_path, "--pictures", tmp_path / "one.jsonl", *vision)

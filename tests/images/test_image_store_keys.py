@@ -212,19 +212,19 @@ def test_moved_model_drops_all_images(monkeypatch):
     """A model on another GPU that gets keys and values of the first. There is no second device here, so its name is
     made up.
     """
-    from hf_xattn.storage import model_store
+    from hf_xattn.storage import image_store
 
     model, ids, images = with_store(make_model()), token_ids(), pixels()
     generate(model, ids, pixel_values=images)
-    device_of = model_store.device_of
+    device_of = image_store.device_of
     places = [torch.device("cpu", 1), torch.device("cpu", 2)]  # a block each
     for name, moved in (("first", places), ("second", places[::-1])):
         by_block = dict(zip([block.attn.k_proj for block in model.blocks], moved))
-        monkeypatch.setattr(model_store, "device_of", lambda module, at=by_block: at[module])
+        monkeypatch.setattr(image_store, "device_of", lambda module, at=by_block: at[module])
         generate(model, ids, pixel_values=images)
         generate(model, ids, pixel_values=images)
         assert model.image_store.hits == {"first": 2, "second": 4}[name]
-    monkeypatch.setattr(model_store, "device_of", device_of)
+    monkeypatch.setattr(image_store, "device_of", device_of)
     assert (model.image_store.misses, model.image_store.num_images) == (6, 2)
 
 
@@ -251,10 +251,10 @@ def test_offloaded_model(tmp_path):
 
 def test_several_processes_leave_the_store_aside(monkeypatch):
     """A rank that skips the vision tower while the others wait for it in a collective."""
-    from hf_xattn.storage import model_store
+    from hf_xattn.storage import image_store
 
     model = with_store(make_model())
-    monkeypatch.setattr(model_store, "is_distributed", lambda: True)
+    monkeypatch.setattr(image_store, "is_distributed", lambda: True)
     generate(model, token_ids(), pixel_values=pixels())
     assert model.image_store.num_images == model.image_store.misses == 0
 

@@ -66,7 +66,7 @@ def test_wrong_sources_are_refused(tmp_path):
     index = json.loads((source / "model.safetensors.index.json").read_text())
     lost, file = next(iter(index["weight_map"].items()))
     without(source / file, lost)
-    refused(f"the index names {lost}, which is not in its file")
+    refused("is not complete: no tensor for")
     for damaged in ("{", "[]", "{}", '{"weight_map": 3}'):
         (source / "model.safetensors.index.json").write_text(damaged)
         refused("index.json is damaged: expected")
@@ -84,7 +84,7 @@ def test_wrong_sources_are_refused(tmp_path):
     (source / "config.json").unlink()
     refused("no config.json", output=tmp_path / "new")
     source = tmp_path / "nowhere"
-    refused("no such folder", output=tmp_path / "new")
+    refused("nowhere", output=tmp_path / "new")
 
 
 def test_interrupted_import_leaves_nothing(tmp_path, monkeypatch):
@@ -277,7 +277,7 @@ def test_the_second_name_of_tied_weights_alone():
     text = make_text("llama_tied")
     table = torch.randn(len(text.get_input_embeddings().weight) + 3, text.config.hidden_size)
     taken, config = language_weights(text, {"lm_head.weight": table})
-    assert torch.equal(taken["model.embed_tokens.weight"], table) and config.vocab_size == len(table)
+    assert torch.equal(taken["lm_head.weight"], table) and config.vocab_size == len(table)
 
 
 def test_numbers_that_are_learned_without_a_gradient():

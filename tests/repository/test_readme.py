@@ -25,8 +25,7 @@ from hf_xattn.parts.towers import markdown_table as table_of_towers
 from hf_xattn.parts.towers import vision_model_types, why_no_tower
 from hf_xattn.utils.architectures import ARCHITECTURES, architecture, causal_model_types, markdown_table
 from hf_xattn.utils.towers import UNTESTED
-from hf_xattn.utils.transformers_api import PRIVATE, REPAIRED, is_before
-from hf_xattn.utils.versions import NEWEST, OLDEST, PACKAGES
+from hf_xattn.utils.transformers_api import NEWEST, OLDEST, PACKAGES, PRIVATE, REPAIRED, is_before
 from hf_xattn.vllm_plugin import vllm_api
 
 

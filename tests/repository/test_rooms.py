@@ -11,7 +11,7 @@ from helpers.checkout import ROOT
 PACKAGE = ROOT / "hf_xattn"
 # Each imports from those before it. A file of the top level stands where its imports allow.
 ORDER = (
-    "version utils configuration_xattn outputs_xattn cache layers images decoders packing parts learning "
+    "version utils configuration_xattn outputs_xattn cache layers images decoders parts learning "
     "checkpoints storage extras_xattn call images_xattn generation_xattn modeling_xattn retrofit processing "
     "processing_xattn registration data evaluation training importers maps __init__ serving vllm_plugin checks demo "
     "commands __main__"

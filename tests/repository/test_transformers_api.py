@@ -14,8 +14,7 @@ from packaging.version import Version
 import hf_xattn
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.utils import transformers_api
-from hf_xattn.utils.transformers_api import PRIVATE, exists, warn_of_version
-from hf_xattn.utils.versions import NEWEST, OLDEST
+from hf_xattn.utils.transformers_api import NEWEST, OLDEST, PRIVATE, exists, warn_of_version
 from hf_xattn.vllm_plugin import vllm_api
 
 

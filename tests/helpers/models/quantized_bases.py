@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, Ll
 
 from helpers.models.tiny_models import randomize, vision_config
 from hf_xattn import XAttnForConditionalGeneration, retrofit
-from hf_xattn.utils.quantized_weights import is_quantized
+from hf_xattn.utils.tensor_checks import is_quantized
 
 
 FOLDER = tempfile.TemporaryDirectory()  # removed when the tests end

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from helpers.models.tiny_architectures import tiny_config
-from hf_xattn.checkpoints.text_half import composite_class
+from hf_xattn.checkpoints.bases import composite_class
 
 
 SMALL = {

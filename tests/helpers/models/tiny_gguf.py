@@ -60,7 +60,6 @@ def write_gguf(
     tokenizer: bool = True,
     merges: list[str] | None = MERGES,
     pad_token_id: int | None = 0,
-    split_count: int = 1,
     leave_out: str | None = None,
     more: dict[str, np.ndarray] | None = None,
     rope_scaling: gguf.RopeScalingType | None = None,
@@ -81,8 +80,6 @@ def write_gguf(
     writer.add_vocab_size(config.vocab_size)
     if rope_scaling is not None:
         writer.add_rope_scaling_type(rope_scaling)
-    if split_count > 1:
-        writer.add_uint16("split.count", split_count)
     if tokenizer:
         kinds = [gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * (len(TOKENS) - len(SPECIAL))
         writer.add_tokenizer_model("gpt2")
