@@ -42,8 +42,9 @@ def run_serve(arguments: argparse.Namespace) -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ImportError("`hf-xattn serve` needs FastAPI: run `pip install 'fastapi>=0.115' uvicorn`.") from error
+    from ..processing.chat_templates import check_template
     from ..serving.request_limits import ServerLimits
-    from ..serving.serving import Server, build_app, check_answers
+    from ..serving.serving import Server, build_app
 
     limits = ServerLimits(
         max_image_bytes=arguments.max_image_mib * 2**20,
@@ -60,7 +61,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
         name = arguments.name or arguments.model
         print(f"Loading {arguments.model}", flush=True)
         model, processor, _ = load_model_and_images(arguments)
-        check_answers(name, processor)
+        check_template(processor)
         if arguments.image_store:
             model.enable_image_store(arguments.image_store * 2**20)
         address = f"{address_of(arguments.host, listener.getsockname()[1])}/v1"

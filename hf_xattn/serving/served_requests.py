@@ -15,8 +15,7 @@ from ..processing.chat_messages import HINTS, check_one_kind
 from ..processing.chat_templates import template_variables
 from ..utils.checkpoint_files import short
 from ..utils.tensor_checks import type_name
-from .request_errors import Refused
-from .request_limits import ServerLimits
+from .request_limits import Refused, ServerLimits
 
 
 MOST_STOPS, LONGEST_STOP = 16, 256  # strings, and characters of each

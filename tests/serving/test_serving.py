@@ -186,7 +186,7 @@ def test_an_error_of_the_model_has_words(served, monkeypatch, caplog, case):
     def fail(*args, **kwargs):
         raise error
 
-    logger = logging.getLogger("hf_xattn.serving.request_errors")
+    logger = logging.getLogger("hf_xattn.serving.request_limits")
     with monkeypatch.context() as patched:
         patched.setattr(served.model, "generate", fail)
         patched.setattr(logger, "propagate", True)
