@@ -113,9 +113,10 @@ def run_web(arguments: argparse.Namespace) -> None:
     options = answer_options(arguments)
     from transformers import set_seed
 
-    from ..serving.web.page import build_page, load_gradio
-
-    load_gradio()
+    try:
+        from ..serving.web import build_page
+    except ImportError as error:
+        raise ImportError("The page needs Gradio: run `pip install 'gradio>=6.10,<7'`.") from error
     # Gradio binds the port itself, after the model is loaded. Until then this one holds it, and on Linux until Gradio
     # has it too: there a port that nobody listens on can be bound twice by name, but is not given to others that ask
     # for a free one.

@@ -8,8 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..processing.chat_messages import IMAGES, SOURCES, TEXTS, parts_of, plain_message
-from ..processing.stray_images import is_near_images, looks_like_images
+from ..processing.chat_messages import (
+    IMAGES,
+    SOURCES,
+    TEXTS,
+    is_near_images,
+    looks_like_images,
+    parts_of,
+    plain_message,
+)
 from ..utils.keywords import suggestion
 from ..utils.tensor_checks import type_name
 from .fields import NOT_READ, OF_PARTS, OF_TURNS, SYSTEM, TRAINED, check_fields, check_keys

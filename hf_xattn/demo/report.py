@@ -11,8 +11,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
+from ..maps.answer_maps import lit
 from ..maps.attention_maps import AttentionMaps, attention_maps
-from ..maps.heat import lit
 from .canvases import HEIGHT, PATCH, PROMPT, WIDTH, WORDS, Canvas
 
 

@@ -14,9 +14,8 @@ from transformers import StoppingCriteriaList, TextIteratorStreamer, TextStreame
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..cache.xattn_cache import XAttnCache
-from ..maps.answer_maps import answer_maps
+from ..maps.answer_maps import Word, answer_maps, words_of
 from ..maps.attention_maps import AttentionMaps
-from ..maps.words import Word, words_of
 
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from hf_xattn.demo.photographs.rows import asked_rows, train_rows
 from hf_xattn.demo.photographs.sheet import SIZE, chosen, decided_word
 from hf_xattn.demo.photographs.tower import PACKAGE, make_tower
 from hf_xattn.evaluation.questions import Question
-from hf_xattn.maps.words import words_of
+from hf_xattn.maps.answer_maps import words_of
 from hf_xattn.training.run_folder import OPTIONS_FILE
 
 
