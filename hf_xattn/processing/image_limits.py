@@ -5,22 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..utils.tensor_checks import type_name
-
 
 @dataclass
 class ImageLimits:
-    """Limits of the images that are read. Raises an error for a limit that is no number, or not positive."""
+    """Limits of the images that are read."""
 
     max_pixels: int = 2**27  # width times height. At most 11 bytes a pixel are taken while an image is read
     max_frames: int = 4096  # of a video, after `num_frames` or `fps` has chosen some
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"Expected `{name}` to be an int, got {type_name(value)}.")
-            if not value > 0:
-                raise ValueError(f"Expected `{name}` to be above 0, got {value}.")
 
 
 LIMITS = ImageLimits()  # set its attributes to change them

@@ -16,18 +16,16 @@ OF_VIDEOS = ("num_frames", "fps", "do_sample_frames")
 
 
 def read_texts(text: Any, images: Any) -> list[str]:
-    if isinstance(text, str):
-        return [text]
-    if isinstance(text, (list, tuple)) and all(isinstance(entry, str) for entry in text):
-        if not text:
-            raise ValueError("Expected `text` to be one text or more, got an empty list.")
-        return list(text)
+    texts = [text] if isinstance(text, str) else text
+    if isinstance(texts, (list, tuple)) and texts and all(isinstance(entry, str) for entry in texts):
+        return list(texts)
     got = type_name(text)
     if isinstance(text, (list, tuple)):
-        got = f"a list with {type_name(next(entry for entry in text if not isinstance(entry, str)))}"
+        wrong = [type_name(entry) for entry in text if not isinstance(entry, str)]
+        got = f"a list with {wrong[0]}" if wrong else "an empty list"
     swapped = isinstance(images, str) or (isinstance(images, (list, tuple)) and any(isinstance(i, str) for i in images))
     hint = " `images` is the first argument and `text` the second: pass them by name." if swapped else ""
-    raise TypeError(f"Expected `text` to be a str or a list of str, got {got}.{hint}")
+    raise TypeError(f"Expected `text` to be a str or a list of one str or more, got {got}.{hint}")
 
 
 def read_samples(
