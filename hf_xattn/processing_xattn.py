@@ -15,7 +15,7 @@ from transformers.processing_utils import ImagesKwargs, TextKwargs
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .checkpoints.folders import MANIFEST, find_manifest
-from .processing.chat_messages import Conversation, is_batch, of_row, read_conversation, with_images
+from .processing.chat_messages import Conversation, is_batch, read_conversation, with_images
 from .processing.chat_templates import default_template, template_variables, to_template
 from .processing.image_limits import check_image_processor
 from .processing.image_reading import read_images
@@ -257,12 +257,18 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         of_videos = {**(call.pop("videos_kwargs", None) or {}), **{n: call.pop(n) for n in OF_VIDEOS if n in call}}
         refuse_unknown(self.apply_chat_template, of_videos, frozenset(OF_VIDEOS))
         sampling = {} if of_videos.pop("do_sample_frames", None) is False else of_videos
+        if batched and separate is not None and with_sources:
+            if not isinstance(separate, (list, tuple)) or len(separate) != len(conversation):
+                raise ValueError(
+                    f"`images` must be a list with one entry for each of {len(conversation)} conversations."
+                )
+            separate = [[] if images is None else images for images in separate]
         chats = []
         for index, chat in enumerate(conversation if batched else [conversation]):
             where = f"conversation {index}" if batched else "`conversation`"
             read = read_conversation(chat, where, **sampling)
             if with_sources:
-                read = with_images(read, of_row(separate, index, len(conversation)) if batched else separate, where)
+                read = with_images(read, separate[index] if batched and separate is not None else separate, where)
             chats.append(read)
         return chats
 

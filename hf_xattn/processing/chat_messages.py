@@ -136,15 +136,6 @@ def with_images(conversation: Conversation, images: Any, where: str) -> Conversa
     return dataclasses.replace(conversation, images=filled)
 
 
-def of_row(images: Any, row: int, rows: int) -> Any:
-    if images is None:
-        return None
-    if not isinstance(images, (list, tuple)) or len(images) != rows:
-        got = type_name(images) + (f" of {len(images)}" if isinstance(images, (list, tuple)) else "")
-        raise ValueError(f"`images` must be a list with one entry for each of {rows} conversations, got {got}.")
-    return [] if images[row] is None else images[row]
-
-
 def plain_message(message: Any, where: str) -> dict[str, Any]:
     """A message as a dict of what is not None, and so are its parts: data sets fill fields that it lacks with None.
 
