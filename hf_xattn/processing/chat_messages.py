@@ -80,7 +80,7 @@ class Conversation:
 
     messages: list[Message]
     images: list[Any]  # one for each image part: None if the part has no source
-    unknown_keys: list[str] = dataclasses.field(default_factory=list)  # of the parts without a source
+    bare: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # image parts without a source
 
 
 def is_batch(conversation: Any) -> bool:
@@ -114,12 +114,12 @@ def read_conversation(conversation: Any, where: str, **sampling: Any) -> Convers
 
 def with_images(conversation: Conversation, images: Any, where: str) -> Conversation:
     """Gives `images`, which the caller passed separately, to the image parts without a source, in order."""
-    bare = sum(image is None for image in conversation.images)
+    bare = len(conversation.bare)
     if images is None:
         if bare:
             raise ValueError(
                 f"Expected an image for each image part of {where}, got {bare} parts without an image."
-                f"{_names(conversation.unknown_keys)} Write the image into the part, as `image`, `url`, `path` or "
+                f"{_unread(*conversation.bare)} Write the image into the part, as `image`, `url`, `path` or "
                 "`base64`, or pass `images` in `processor_kwargs`."
             )
         return conversation
@@ -181,10 +181,8 @@ def _plain_part(part: Any, where: str) -> dict[str, Any]:
             f"Expected the type of each part of {where} to be one of text, image, image_url, video, got {kind!r}{keys}."
         )
     if kind in TEXTS and not isinstance(given.get("text"), str):
-        others = _names(_unknown(given, ("text",)))
-        raise TypeError(
-            f"Expected `text` of a part of {where} to be a str, got {type_name(given.get('text'))}.{others}"
-        )
+        got = type_name(given.get("text"))
+        raise TypeError(f"Expected `text` of a part of {where} to be a str, got {got}.{_unread(given)}")
     check_one_kind(given, where)
     return given
 
@@ -209,15 +207,13 @@ def _read_part(
     if part["type"] in IMAGES:
         image = _source(part, IMAGES, where)
         if image is None:
-            conversation.unknown_keys.extend(_unknown(part, IMAGES))
+            conversation.bare.append(part)
         conversation.images.append(image)
         return [IMAGE]
     video = _source(part, VIDEOS, where)
     if video is None:
-        others = _names(_unknown(part, VIDEOS))
-        raise ValueError(
-            f"Expected a video part of {where} to have `video`, `url` or `path`, got none of them.{others}"
-        )
+        got = f"got none of them.{_unread(part)}"
+        raise ValueError(f"Expected a video part of {where} to have `video`, `url` or `path`, {got}")
     frames = read_frames(video, **sampling)
     conversation.images.extend(frames)
     return [IMAGE] * len(frames)
@@ -239,19 +235,15 @@ def check_one_kind(part: Mapping[str, Any], where: str) -> None:
         )
     if not is_text:
         inner = [_mapping(part[name]) for name in (*IMAGES, *VIDEOS) if part.get(name) is not None]
-        for given in (part, *filter(None, inner)):
-            _check_requests(given, where)
-
-
-def _check_requests(given: Mapping[str, Any], where: str) -> None:
-    for name, value in given.items():
-        words = re.findall("[a-z]+", re.sub("([A-Z])", r" \1", str(name)).lower())  # of `maxPixels`, too
-        if value is not None and not REQUESTS.isdisjoint(words):
-            raise ValueError(
-                f"Expected the parts of {where} without `{name}`, which is not obeyed, got {value!r:.60}: each picture "
-                "has the size that the image processor gives it. Change the settings of the image processor, or resize "
-                "the picture before. Frames of videos are chosen for a whole call, by `num_frames` or `fps`."
-            )
+        for name, value in (item for given in (part, *filter(None, inner)) for item in given.items()):
+            words = re.findall("[a-z]+", re.sub("([A-Z])", r" \1", str(name)).lower())  # of `maxPixels`, too
+            if value is not None and not REQUESTS.isdisjoint(words):
+                raise ValueError(
+                    f"Expected the parts of {where} without `{name}`, which is not obeyed, got {value!r:.60}: each "
+                    "picture has the size that the image processor gives it. Change the settings of the image "
+                    "processor, or resize the picture before. Frames of videos are chosen for a whole call, by "
+                    "`num_frames` or `fps`."
+                )
 
 
 def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
@@ -267,17 +259,13 @@ def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
     return Path(value) if found[0] == "path" and isinstance(value, str) else value
 
 
-def _unknown(part: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    return [str(key) for key in part if key not in ("type", *names, *SOURCES, *HINTS)]
-
-
-def _names(unknown: list[str]) -> str:
-    """A sentence on unknown keys; empty without any."""
+def _unread(*parts: Mapping[str, Any]) -> str:
+    """A sentence on the keys of parts that nothing reads; empty without any."""
+    known = ("text", *IMAGES, *VIDEOS, *SOURCES)
+    unknown = dict.fromkeys(str(key) for part in parts for key in part if key not in ("type", *known, *HINTS))
     if not unknown:
         return ""
-    meant = suggestion(unknown[0], ("text", *IMAGES, *VIDEOS, *SOURCES))
-    keys = ", ".join(f"`{key}`" for key in dict.fromkeys(unknown))
-    return f" Nothing reads the key {keys}.{meant}"
+    return f" Nothing reads the key {', '.join(f'`{key}`' for key in unknown)}.{suggestion(next(iter(unknown)), known)}"
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
