@@ -49,6 +49,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     def __init__(
         self, image_processor=None, tokenizer=None, chat_template=None, image_token: str | None = None, **kwargs
     ):
+        if image_processor is None:
+            raise ValueError("`image_processor` is required. For text alone, the tokenizer is enough.")
         check_image_processor(image_processor)
         self.image_token = image_token
         self.image_token_id = None

@@ -112,7 +112,7 @@ IMAGE = "IMAGE"
 WRONG = {
     "swapped": (("a dog", IMAGE), {}, "`text`.*str.*got PIL.Image.Image.*`images` is the first"),
     "swapped_lists": ((["a"], [IMAGE]), {}, "`text`.*list with PIL.Image.Image.*`images` is the first"),
-    "text_type": ((), {"text": 3}, "`text`.*str or a list of str, got int"),
+    "text_type": ((), {"text": 3}, "`text`.*str or a list of one str or more, got int"),
     "text_entry": ((), {"text": ["a", None]}, "`text`.*got a list with NoneType"),
     "image_type": ((3, "a"), {}, "`images`.*PIL, numpy, torch.*got int"),
     "image_entry": (([3], ["a"]), {}, "`images`.*got int"),
