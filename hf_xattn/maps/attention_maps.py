@@ -177,9 +177,11 @@ class AttentionMaps:
 
         Raises:
             ImportError: without matplotlib.
-            ValueError: as `grid` and `pixels`; for a `picture` with a tower that reads
+            ValueError: as `grid` and `pixels`; without a `layer` or a `head`; for a `picture` with a tower that reads
                 tiles, which cover more than the picture.
         """
+        if layer is None or head is None:  # a block would be drawn in the place of a token
+            raise ValueError(f"Expected one `layer` and one `head`, or 'mean', got {layer!r} and {head!r}.")
         grid = self.grid(image, row, layer=layer, head=head)
         positions = self._positions(tokens, row)
         ids = [int(self.tokens[row, position]) for position in positions]

@@ -42,7 +42,7 @@ DECODERS = {
 SCALED = ("gemma2", "gemma3_text")  # those that multiply what their embedding returns
 
 
-def why_not_served(config: PreTrainedConfig) -> str | None:
+def _why_not_served(config: PreTrainedConfig) -> str | None:
     """Why a model with this configuration is not served on vLLM, or None."""
     if not isinstance(config, XAttnConfig):
         return f"a configuration of type {type(config).__name__}"
@@ -66,7 +66,7 @@ def why_not_served(config: PreTrainedConfig) -> str | None:
 
 def check_served(config: PreTrainedConfig) -> None:
     """Raises a `ValueError` that names what of a model is not served on vLLM."""
-    if reason := why_not_served(config):
+    if reason := _why_not_served(config):
         raise ValueError(f"hf_xattn does not serve this model on vLLM, because of {reason}. `hf-xattn serve` does.")
 
 

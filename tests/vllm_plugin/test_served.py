@@ -14,7 +14,7 @@ from hf_xattn.utils.config_checks import own_fields
 from hf_xattn.vllm_plugin.served import DECODERS, check_served, last_seen
 
 
-# The fields whose every value is served, but for what `why_not_served` names.
+# The fields whose every value is served, but for what `check_served` names.
 FIELDS = (
     (
         CrossAttentionConfig,
