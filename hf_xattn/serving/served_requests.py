@@ -295,7 +295,7 @@ def _config_fields(limits: ServerLimits) -> dict[str, Any]:
 
 
 def _check(given: dict[str, Any], known: dict[str, Any], where: str) -> None:
-    for field in known.keys() & given.keys():
+    for field in filter(given.__contains__, known):
         try:
             TypeAdapter(known[field]).validate_python(given[field], strict=True, extra="forbid")
         except ValidationError as error:
