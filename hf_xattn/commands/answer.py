@@ -1,4 +1,6 @@
-"""`hf-xattn generate`: answers one prompt about images. `hf-xattn chat`: a conversation about them in the terminal."""
+"""`hf-xattn generate`: answers one prompt about images. `hf-xattn chat`: a conversation about them in the terminal.
+`hf-xattn encode`: saves the keys and values of images in all blocks, to ask questions about them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .shared import add_answers, add_images, add_model, add_number, answer_options, load_model_and_images
+from .shared import (
+    add_answers,
+    add_images,
+    add_model,
+    add_number,
+    answer_options,
+    check_images,
+    images_alone,
+    load_model_and_images,
+)
 
 
 if TYPE_CHECKING:
@@ -52,10 +63,13 @@ def run_generate(arguments: argparse.Namespace) -> None:
         from ..storage.image_files import load_image_cache
 
         cache = load_image_cache(arguments.image_cache, model)
+    from PIL import Image
+
     from ..serving.chat_session import ChatSession
 
     layout = None if cache is None else cache.cross_attention_cache.layout
-    shown = images if layout is None else [_blank()] * layout.num_images
+    # Processors make text according to their images, so a blank one stands for each that is encoded already.
+    shown = images if layout is None else [Image.new("RGB", (32, 32))] * layout.num_images
     prompt = _Prompt(processor, arguments.prompt, shown, arguments.raw, with_pixels=cache is None)
     options = {"max_new_tokens": arguments.max_new_tokens, "num_beams": arguments.num_beams, "do_sample": False}
     print(ChatSession(model, prompt, cache=cache, **options).ask(arguments.prompt, images))
@@ -67,7 +81,10 @@ class _Prompt:
     def __init__(self, processor: Any, text: str, images: list[Image], raw: bool, with_pixels: bool):
         self.processor, self.text, self.images, self.with_pixels = processor, text, images, with_pixels
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.raw = raw or not _has_template(processor)
+        from ..processing_xattn import XAttnProcessor  # has a default template
+
+        named = getattr(processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
+        self.raw = raw or not (named or isinstance(processor, XAttnProcessor))
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> Mapping[str, torch.Tensor]:
         from ..serving.chat_session import question
@@ -85,20 +102,28 @@ class _Prompt:
         return made if self.with_pixels else {name: made[name] for name in ("input_ids", "attention_mask")}
 
 
-def _has_template(processor: Any) -> bool:
-    """Whether a processor or a tokenizer renders chats. An [`XAttnProcessor`] has a default template."""
-    from ..processing_xattn import XAttnProcessor
+def register_encode(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("encode", help="save keys and values of images to a file")
+    add_model(parser)
+    add_images(parser, required=True)
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a new .safetensors file")
+    parser.set_defaults(run=run_encode)
 
-    tokenizer = getattr(processor, "tokenizer", processor)
-    named = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
-    return isinstance(processor, XAttnProcessor) or bool(named)
 
+def run_encode(arguments: argparse.Namespace) -> None:
+    output: Path = arguments.output
+    if output.exists():
+        raise ValueError(f"`--output` must be a new file, got {output}, which exists already.")
+    model, processor, images = load_model_and_images(arguments)
+    import torch
 
-def _blank() -> Image:
-    """An image in the place of one that is encoded already: processors make text according to their images."""
-    from PIL import Image
+    from ..storage.image_files import save_image_cache
 
-    return Image.new("RGB", (32, 32))
+    inputs = images_alone(processor)(images=[images])
+    with torch.no_grad():
+        cache = model.encode_images(**{name: value.to(model.device) for name, value in inputs.items()})
+    save_image_cache(cache, output, model)
+    print(f"{len(images)} image(s), {output.stat().st_size:,} bytes: {output}")
 
 
 def register_chat(commands: argparse._SubParsersAction) -> None:
@@ -184,10 +209,7 @@ def _read_image(name: str, processor: Any) -> Image:
     name = name.strip().strip("'\"")
     if not name:
         raise ValueError("Expected a file after /image, got nothing.")
-    if getattr(processor, "image_processor", None) is None:
-        raise ValueError("This model was saved without an image processor: it cannot read images.")
-    from pathlib import Path
-
+    check_images("This model", processor)
     from ..processing.image_reading import read_image
 
     try:
@@ -222,9 +244,6 @@ def _answer(session: ChatSession, text: str, images: list[Image]) -> bool:
 def _ctrl_c_asks_to_stop() -> Iterator[Callable[[], bool]]:
     """The first Ctrl-C ends the answer after the current token. The second Ctrl-C interrupts it at once."""
     event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        yield event.is_set
-        return
 
     def stop(number: int, frame: Any) -> None:
         if event.is_set():

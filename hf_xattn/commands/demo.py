@@ -56,7 +56,6 @@ def run_demo(arguments: argparse.Namespace) -> None:
 
         demo.run(arguments.output, seed=arguments.seed)
     else:
-        from .demo_photographs import Plan, run_photographs
+        from .demo_photographs import run_photographs
 
-        names = ("language_model", "output", "seed", *OF_PHOTOGRAPHS)
-        run_photographs(Plan(**{name: getattr(arguments, name) for name in names}))
+        run_photographs(arguments)

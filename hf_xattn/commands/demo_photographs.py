@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import shlex
@@ -31,9 +30,8 @@ from ..evaluation.questions import Question, questions_of
 from ..processing.image_reading import read_image
 from ..training.run_data import hold_out
 from ..utils.projection import multiplies_natively
-from .evaluate import measure, questions_of_data, register_eval
-from .retrofit import register_retrofit
-from .train import register_train
+from .evaluate import measure, questions_of_data
+from .main import _parser
 
 
 SMOLLM2 = "smollm2"
@@ -42,31 +40,10 @@ ALL = "all"
 WAYS = {"own picture": MODEL, "another picture": ANOTHER, "no picture": BLIND, "most frequent": FREQUENT}
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The options of `hf-xattn demo --language-model`, with the same names; see its `--help`."""
-
-    language_model: str
-    output: Path
-    seed: int = 0
-    steps: int | None = None
-    vision: str | None = None
-    stamps: Path | None = None
-    grounds: Path | None = None
-    pictures: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.pictures is not None and (self.stamps is not None or self.grounds is not None):
-            raise ValueError(
-                "Expected `--pictures`, or `--stamps` and `--grounds`, got both: pictures of your own stand in place "
-                "of the demo's photographs. Leave one of them out."
-            )
-
-
 class OfPhotographs:
     """Rows about the demo's photographs, which are made in its folder. What is missing is told at once."""
 
-    def __init__(self, plan: Plan, quick: bool):
+    def __init__(self, plan: argparse.Namespace, quick: bool):
         self.seed, self.quick = plan.seed, quick
         self.train, self.held_out = plan.output / "rows" / "train", plan.output / "rows" / "held_out"
         self.things = read_table()
@@ -87,7 +64,7 @@ class OfPhotographs:
 class OfOneself:
     """A person's own rows, of which a share is held out, as `hf-xattn train --eval-share` does it."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: argparse.Namespace):
         self.source = str(plan.pictures)
         rows = load_rows_once("--pictures", self.source)
         self.share = min(HELD_OUT, MOST_HELD_OUT / len(rows))
@@ -104,10 +81,11 @@ class OfOneself:
         return self.asked
 
 
-def run_photographs(plan: Plan, quick: bool = False) -> dict[str, Any]:
+def run_photographs(plan: argparse.Namespace, quick: bool = False) -> dict[str, Any]:
     """Gives sight to a language model, and measures what it sees.
 
     Args:
+        plan (`argparse.Namespace`): the options of `hf-xattn demo --language-model`; see its `--help`.
         quick (`bool`): make only a few pictures and take a few steps, as a test. The shares then mean nothing.
 
     Returns:
@@ -117,6 +95,11 @@ def run_photographs(plan: Plan, quick: bool = False) -> dict[str, Any]:
         ValueError, ImportError, OSError: before any work, for what is missing or does not suit.
     """
     start = time.perf_counter()
+    if plan.pictures is not None and (plan.stamps is not None or plan.grounds is not None):
+        raise ValueError(
+            "Expected `--pictures`, or `--stamps` and `--grounds`, got both: pictures of your own stand in place of "
+            "the demo's photographs. Leave one of them out."
+        )
     data = OfPhotographs(plan, quick) if plan.pictures is None else OfOneself(plan)
     if plan.vision is None:
         find_weights()
@@ -167,7 +150,7 @@ def run_photographs(plan: Plan, quick: bool = False) -> dict[str, Any]:
     return results
 
 
-def _train(plan: Plan, fresh: Path, rows: list[str], model: Path, steps: int | None, quick: bool) -> None:
+def _train(plan: argparse.Namespace, fresh: Path, rows: list[str], model: Path, steps: int | None, quick: bool) -> None:
     few = []
     if quick:
         (plan.output / "prompts.txt").write_text("Hello!\nWhat is the capital of Sweden?\n")
@@ -197,11 +180,7 @@ def _parsed(*words: Any, shown: bool = False) -> argparse.Namespace:
     line = list(map(str, words))
     if shown:
         print(f"$ {shlex.join(['hf-xattn', *line])}", flush=True)
-    parser = argparse.ArgumentParser(prog="hf-xattn")
-    commands = parser.add_subparsers(dest="command")
-    for register in (register_retrofit, register_train, register_eval):
-        register(commands)
-    return parser.parse_args(line)
+    return _parser().parse_args(line)
 
 
 def _run(*words: Any) -> None:

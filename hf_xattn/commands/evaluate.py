@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .shared import add_model, add_number, load_model_and_images
+from .shared import add_data, add_model, add_number, check_images, load_model_and_images
 
 
 if TYPE_CHECKING:
@@ -27,10 +27,7 @@ picture of another row, which should change nothing."""
 def register_eval(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("eval", help="count the right answers to the questions of a data set", epilog=EPILOG)
     add_model(parser)
-    data = "questions that the model was not trained on, as of `hf-xattn train --data`"
-    parser.add_argument("--data", required=True, metavar="SOURCE", help=data)
-    pictures = "where names of pictures begin (default: the folder of the source)"
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=pictures)
+    add_data(parser, "questions that the model was not trained on, as of `hf-xattn train --data`")
     parser.add_argument("--prompt", metavar="TEXT", help="the question for pictures that have only a caption")
     groups = "show the shares for each value of FIELD of the rows, too, such as a kind of question"
     parser.add_argument("--by", metavar="FIELD", help=groups)
@@ -75,8 +72,7 @@ def measure(
     from ..evaluation.evaluation import evaluate
 
     model, processor, _ = load_model_and_images(arguments)
-    if getattr(processor, "image_processor", None) is None:
-        raise ValueError(f"Expected a model with a processor, but {arguments.model} was saved without one for images.")
+    check_images(arguments.model, processor)
     sizes = {"batch_size": arguments.batch_size, "max_new_tokens": arguments.max_new_tokens}
     return evaluate(model, processor, questions, **sizes), model, processor
 

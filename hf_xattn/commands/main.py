@@ -10,15 +10,13 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 
 from ..utils.transformers_api import installed
-from .answer import register_chat, register_generate
+from .answer import register_chat, register_encode, register_generate
 from .demo import register_demo
-from .encode import register_encode, register_encode_features
 from .evaluate import register_eval
 from .examine import register_check, register_inspect
-from .importing import register_export, register_import
-from .retrofit import register_retrofit
+from .retrofit import register_export, register_import, register_retrofit
 from .servers import register_serve, register_web
-from .train import register_train
+from .train import register_encode_features, register_train
 
 
 # In the order of `--help`.

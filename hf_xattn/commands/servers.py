@@ -42,8 +42,9 @@ def run_serve(arguments: argparse.Namespace) -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ImportError("`hf-xattn serve` needs FastAPI: run `pip install 'fastapi>=0.115' uvicorn`.") from error
+    from ..processing.chat_templates import check_template
     from ..serving.request_limits import ServerLimits
-    from ..serving.serving import Server, build_app, check_answers
+    from ..serving.serving import Server, build_app
 
     limits = ServerLimits(
         max_image_bytes=arguments.max_image_mib * 2**20,
@@ -60,7 +61,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
         name = arguments.name or arguments.model
         print(f"Loading {arguments.model}", flush=True)
         model, processor, _ = load_model_and_images(arguments)
-        check_answers(name, processor)
+        check_template(processor)
         if arguments.image_store:
             model.enable_image_store(arguments.image_store * 2**20)
         address = f"{address_of(arguments.host, listener.getsockname()[1])}/v1"
@@ -112,9 +113,10 @@ def run_web(arguments: argparse.Namespace) -> None:
     options = answer_options(arguments)
     from transformers import set_seed
 
-    from ..serving.web.page import build_page, load_gradio
-
-    load_gradio()
+    try:
+        from ..serving.web import build_page
+    except ImportError as error:
+        raise ImportError("The page needs Gradio: run `pip install 'gradio>=6.10,<7'`.") from error
     # Gradio binds the port itself, after the model is loaded. Until then this one holds it, and on Linux until Gradio
     # has it too: there a port that nobody listens on can be bound twice by name, but is not given to others that ask
     # for a free one.

@@ -90,6 +90,13 @@ def add_images(parser: argparse._ActionsContainer, required: bool = False) -> No
     parser.add_argument("--image", action="append", required=required, metavar="FILE", help=told)
 
 
+def add_data(parser: argparse.ArgumentParser, told: str, **options: Any) -> None:
+    """Adds the options that name a source of rows."""
+    parser.add_argument("--data", required=True, metavar="SOURCE", help=told, **options)
+    pictures = "where names of pictures begin (default: the folder of the source)"
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=pictures)
+
+
 def add_model(parser: argparse.ArgumentParser, device: str = "auto") -> None:
     """Adds the options that `load_model_and_images` reads, except `--image`."""
     parser.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
@@ -114,9 +121,14 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     model = model.to(device).eval()
     if (why := blindness(model)) is not None:
         print(f"{arguments.model}: {why}", file=sys.stderr, flush=True)
-    if images and getattr(processor, "image_processor", None) is None:
-        raise ValueError(f"`--image` needs an image processor, but {arguments.model} was saved without one.")
+    if images:
+        check_images(arguments.model, processor)
     return model, _with_images_at_markers(processor, model), images
+
+
+def check_images(model: str, processor: Any) -> None:
+    if getattr(processor, "image_processor", None) is None:
+        raise ValueError(f"{model} cannot read images: it was saved without an image processor.")
 
 
 def load_processor(name: str, **hub: Any) -> Any:
@@ -246,6 +258,17 @@ def _read(auto_class: Any, source: str, what: str, where: str, load_kwargs: dict
         reason = " ".join(str(error).split())
         print(f"{where} gives no {what}: {reason[:300]}")
         return None
+
+
+def save_model(model: XAttnForConditionalGeneration, processor: Any, output: Path, **options: Any) -> None:
+    """Saves a model, with its processor if there is one, whole or not at all, and prints what its blocks add."""
+    from ..utils.whole_folder import WholeFolder
+
+    with WholeFolder(output) as folder:
+        model.save_pretrained(folder, **options)
+        if processor is not None:
+            processor.save_pretrained(folder)
+    print_report(model)
 
 
 def print_report(model: XAttnForConditionalGeneration) -> None:

@@ -1,4 +1,6 @@
-"""`hf-xattn train`: trains a retrofitted model on pictures with texts."""
+"""`hf-xattn train`: trains a retrofitted model on pictures with texts.
+`hf-xattn encode-features`: saves what the frozen vision tower returns for training data, for `hf-xattn train`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,20 @@ import dataclasses
 from pathlib import Path
 
 from ..training.training_options import TrainingOptions
-from .shared import add_device, add_trust, check_model, device_of, hub_options, new_folder
+from .shared import (
+    add_data,
+    add_device,
+    add_model,
+    add_number,
+    add_trust,
+    check_images,
+    check_model,
+    device_of,
+    hub_options,
+    images_alone,
+    load_processor,
+    new_folder,
+)
 
 
 EPILOG = """SOURCE is one of these; examples/data/README.md has examples:
@@ -78,3 +93,57 @@ def run_train(arguments: argparse.Namespace) -> None:
             again = "Add --resume to the command to continue from the last complete checkpoint in"
             say(f"\nStopped. {again} {arguments.output}.")
         raise SystemExit(130) from None
+
+
+def register_encode_features(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "encode-features",
+        help="save the vision tower's outputs for training data to a folder",
+        epilog="`hf-xattn train --features` reads the folder. A run that was stopped goes on where it was. Several "
+        "processes (accelerate launch, torchrun) share the pictures.",
+    )
+    add_model(parser)
+    add_data(parser, "a source of pictures, as of `hf-xattn train`; several may be given", action="append")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder of the features")
+    add_number(parser, "--batch-size", 8, "pictures that the tower reads at once")
+    add_number(parser, "--workers", 0, "processes that read pictures", least=0)
+    add_number(parser, "--shard-size", 256.0, "size of a file of features", float, "MIB", least=1e-6)
+    parser.set_defaults(run=run_encode_features)
+
+
+def run_encode_features(arguments: argparse.Namespace) -> None:
+    from ..data.loading import load_rows_once
+
+    device = device_of(arguments.device)
+    rows = load_rows_once("--data", arguments.data, arguments.pictures)
+    hub = hub_options(arguments)
+    check_model(arguments.model, **hub)
+    processor = load_processor(arguments.model, **hub)
+    check_images(arguments.model, processor)
+    from accelerate.utils import get_cpu_distributed_information
+    from transformers import AutoModelForImageTextToText
+
+    from ..training.vision_features import encode_pictures, tower_of
+
+    process = get_cpu_distributed_information()  # what the launcher has set, also for GPUs
+    model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
+    of_process = f":{process.local_rank}" if process.world_size > 1 and device != "cpu" and ":" not in device else ""
+    tower_of(model).to(f"{device}{of_process}")
+    done = encode_pictures(
+        model,
+        images_alone(processor),
+        rows,
+        arguments.output,
+        batch_size=arguments.batch_size,
+        workers=arguments.workers,
+        shard_bytes=int(arguments.shard_size * 2**20),
+        rank=process.rank,
+        world_size=process.world_size,
+    )
+    who = "" if process.world_size == 1 else f"process {process.rank}: "
+    print(f"{who}{done.new} picture(s) encoded, {done.known} known, {done.nbytes:,} bytes: {arguments.output}")
+    if done.problems:
+        lines = [f"\n  {name}: {reason}" for name, reason in done.problems.items()]
+        raise ValueError(f"{len(lines)} picture(s) cannot be read. The others are encoded.{''.join(lines[:20])}")
+    if not done.new + done.known and process.world_size == 1:
+        raise ValueError(f"Expected `--data` to hold pictures, got no picture in {rows}.")

@@ -11,8 +11,18 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..processing.chat_messages import HINTS, IMAGES, SOURCES, TEXTS, VIDEOS, WITHOUT_CONTENT, parts_of, plain_message
-from ..processing.stray_images import is_near_images, looks_like_images
+from ..processing.chat_messages import (
+    HINTS,
+    IMAGES,
+    SOURCES,
+    TEXTS,
+    VIDEOS,
+    WITHOUT_CONTENT,
+    is_near_images,
+    looks_like_images,
+    parts_of,
+    plain_message,
+)
 from ..utils.keywords import suggestion
 from ..utils.tensor_checks import type_name
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from PIL import Image
 
-from ..processing.stray_images import is_picture
+from ..processing.chat_messages import is_picture
 from .tables import Table, converted, read_json
 
 

@@ -27,8 +27,8 @@ from transformers import (
 
 from .. import XAttnProcessor, freeze_base, retrofit
 from ..checkpoints.model_card import write_model_card
+from ..maps.answer_maps import lit
 from ..maps.attention_maps import AttentionMaps, attention_maps
-from ..maps.heat import lit
 from ..utils.transformers_api import AutoImageProcessor
 from .canvases import (
     HEIGHT,

@@ -1,9 +1,15 @@
-"""The attention maps of an answer alone. The text before it may be a long conversation, whose maps nobody looks at."""
+"""Where the model looked when it said a word: the words of an answer, its attention alone, and pictures under it.
+
+The text before an answer may be a long conversation, whose maps nobody looks at. [`AttentionMaps.plot`] draws figures,
+with a scale.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
@@ -14,7 +20,46 @@ from ..training.freezing import body_of
 from .attention_maps import OF_IMAGES, AttentionMaps, described, inner_model
 
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 PIECE = 64  # tokens whose weights of all heads are held at the same time
+COLOUR = "darkorange"
+OPACITY = 165  # of 255, where the attention is largest
+SIDE = 320  # pixels that a small picture is enlarged to
+
+
+class Word(NamedTuple):
+    """A word of a text."""
+
+    text: str  # with its punctuation
+    start: int  # where it begins in the text, in characters
+    tokens: range
+
+
+def words_of(ids: list[int], tokenizer: Any) -> list[Word]:
+    """Splits a text at white space, and finds the tokens that each word was generated as. Special tokens have no word.
+
+    A token's characters are those that it adds to the text of the tokens before it: some tokenizers write the space
+    into the token, some between tokens, and some need several tokens for one character.
+    """
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    ends: list[int] = []
+    for index in range(len(ids)):
+        # An incomplete character is decoded as a replacement character. The token that completes it adds it.
+        known = tokenizer.decode(ids[: index + 1], skip_special_tokens=True).rstrip("\ufffd")
+        ends.append(max(len(os.path.commonprefix([known, text])), ends[-1] if ends else 0))
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    words = []
+    for match in re.finditer(r"\S+", text):
+        before = max((end for end in ends if end <= match.start()), default=0)
+        # Tokens that add nothing belong to the character that they begin.
+        first = ends.index(before) + 1 if before else 0
+        last = next((index for index, end in enumerate(ends) if end >= match.end()), len(ids) - 1)
+        while first < last and ids[first] in special:
+            first += 1
+        words.append(Word(match.group(), match.start(), range(first, last + 1)))
+    return words
 
 
 @torch.no_grad()
@@ -53,3 +98,45 @@ def answer_maps(
         of_images = {}
     weights = [torch.cat(of_block, dim=2) for of_block in zip(*pieces)]
     return described(inner, given, weights, tokens, torch.ones_like(tokens, dtype=torch.bool), num_given=1)
+
+
+def lit(picture: Image, heat: torch.Tensor, covered: tuple[float, float] = (1.0, 1.0)) -> Image:
+    """Lays an orange colour over a picture, as strong as the attention.
+
+    Args:
+        picture (`PIL.Image.Image`): in RGB.
+        heat (`torch.Tensor`): `(patch rows, patch columns)`, from 0 to 1.
+        covered (`tuple[float, float]`): the share of the picture's height and width that the patches cover.
+    """
+    from PIL import Image
+
+    # The power lifts what is faint, which could not be told from nothing on a dark picture.
+    patches = Image.fromarray((heat.clamp(0, 1) ** 0.7 * OPACITY).round().to(torch.uint8).numpy())
+    cover = Image.new("L", picture.size)
+    size = round(picture.width * covered[1]), round(picture.height * covered[0])
+    cover.paste(patches.resize(size, Image.Resampling.NEAREST))
+    return Image.composite(Image.new("RGB", picture.size, COLOUR), picture, cover)
+
+
+def looks(maps: AttentionMaps, tokens: range, layer: int | str = "mean") -> list[tuple[Image, float]]:
+    """Where the model looked when it generated `tokens`, of which the mean is shown: for each picture an image of it
+    under the heat, and its share of the attention. All tokens and pictures of an answer have one scale.
+
+    Args:
+        maps ([`AttentionMaps`]): of an answer, with a row and with pixels.
+        tokens (`range`): indices into the generated tokens.
+        layer (`int` or `"mean"`): as in [`AttentionMaps.grid`], which has the errors, too.
+    """
+    from PIL import Image
+
+    # The weights behind the choice of a token are at the position before it.
+    grids = [maps.grid(image, layer=layer, head="mean")[maps.num_given - 1 : -1] for image in range(maps.num_images)]
+    most = max(max(float(grid.max()) for grid in grids), 1e-6)
+    shown = []
+    for image, grid in enumerate(grids):
+        picture = Image.fromarray((maps.pixels(image) * 255).round().byte().numpy())
+        scale = max(1, SIDE // max(picture.size))
+        picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+        heat = grid[tokens.start : tokens.stop].mean(dim=0)
+        shown.append((lit(picture, heat / most, maps.covered(image)), float(heat.sum())))
+    return shown

@@ -23,7 +23,7 @@ from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..processing.image_reading import upright
 from ..training.freezing import body_of
 from ..utils.architectures import TILED_VISION_TYPES
-from ..utils.tensor_checks import check_tensor, type_name
+from ..utils.tensor_checks import type_name
 from ..utils.transformers_api import takes_cache
 from .patch_grid import PatchGrid, patch_grid
 
@@ -180,7 +180,7 @@ class AttentionMaps:
             ValueError: as `grid` and `pixels`; without a `layer` or a `head`; for a `picture` with a tower that reads
                 tiles, which cover more than the picture.
         """
-        if layer is None or head is None:
+        if layer is None or head is None:  # a block would be drawn in the place of a token
             raise ValueError(f"Expected one `layer` and one `head`, or 'mean', got {layer!r} and {head!r}.")
         grid = self.grid(image, row, layer=layer, head=head)
         positions = self._positions(tokens, row)
@@ -229,13 +229,11 @@ def attention_maps(
         [`AttentionMaps`]: with `weights`, `layers`, `tokens`, `grid` and `plot`.
 
     Raises:
-        TypeError: for a model without blocks, inputs that are not a mapping, or arguments of `generate` without
-            `max_new_tokens`.
-        ValueError: without `input_ids` or images, for a cache that holds text, or for a model that is split over ranks.
+        TypeError: for a model without blocks, or arguments of `generate` without `max_new_tokens`.
+        ValueError: without images, for a cache that holds text, or for a model that is split over ranks.
     """
     outer: Any = model
     inner = inner_model(outer)
-    _check_inputs(inputs)
     given, cache = _given(**inputs)
     num_given = given["input_ids"].shape[-1]
     if max_new_tokens is not None:
@@ -254,10 +252,8 @@ def attention_maps(
         given["use_cache"] = False
     if isinstance(inner, XAttnForConditionalGeneration):
         given["logits_to_keep"] = 1
-    weights = list(
-        outer(**given, output_attentions=False, output_cross_attentions=True, return_dict=True).cross_attentions or ()
-    )
-    if not weights:
+    outputs = outer(**given, output_attentions=False, output_cross_attentions=True, return_dict=True)
+    if not (weights := list(outputs.cross_attentions or ())):
         raise ValueError(f"`attention_maps` needs images, got `inputs` with {sorted(inputs)} only.")
     if text_mask is None:
         text_mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask != 0
@@ -299,15 +295,6 @@ def inner_model(model: Any) -> XAttnModel | XAttnForConditionalGeneration:
     return inner
 
 
-def _check_inputs(inputs: Any) -> None:
-    """Raises for inputs that are not a mapping with text."""
-    if not isinstance(inputs, Mapping):
-        raise TypeError(f"Expected `inputs` to be a mapping with `input_ids` and images, got {type_name(inputs)}.")
-    if inputs.get("input_ids") is None:
-        raise ValueError(f"Expected `inputs` with `input_ids`, got {sorted(inputs)}.")
-    check_tensor('inputs["input_ids"]', inputs["input_ids"])
-
-
 @takes_cache
 def _given(cache: Any = None, **inputs: Any) -> tuple[dict[str, Any], ImageCache | None]:
     """The inputs that are there, and apart from them the cache of images."""
@@ -329,7 +316,7 @@ def _given(cache: Any = None, **inputs: Any) -> tuple[dict[str, Any], ImageCache
 
 def _generated(
     model: Any,
-    inner: XAttnModel | XAttnForConditionalGeneration,
+    inner: Any,
     given: dict[str, Any],
     cache: ImageCache | None,
     max_new_tokens: int,
@@ -338,10 +325,6 @@ def _generated(
     """Generates. Returns the inputs that read the whole text, which gives the weights of the steps of `generate`:
     what a token sees does not depend on later tokens. There is one row of images and masks for each sequence.
     """
-    if not isinstance(inner, XAttnForConditionalGeneration):
-        raise TypeError(
-            f"Expected `model` to be an XAttnForConditionalGeneration, which generates, got {type_name(model)}."
-        )
     inside = [name for name in generate_kwargs if name in (*OF_IMAGES, *MASKS)]
     if inside:
         raise TypeError(f"Expected `{inside[0]}` in `inputs`, which the maps read too, got it beside `max_new_tokens`.")

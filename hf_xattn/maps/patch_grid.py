@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig
 
 from ..configuration_xattn import XAttnConfig
 from ..utils.architectures import TILED_VISION_TYPES
@@ -67,7 +66,7 @@ def patch_grid(
     Raises a `ValueError` for features, a connector that does not keep positions, a tower whose order of tokens is not
     known, or another number of tokens than the tower makes.
     """
-    tower = config.vision_config
+    tower: Any = config.vision_config
     remedy = "Use `weights`, which have one entry an image token."
     if tower is None or image_size is None:
         raise ValueError(
@@ -81,20 +80,32 @@ def patch_grid(
             f"your own that does says so: `keeps_positions = True` in its class. {remedy}"
         )
     if tower.model_type in CONVOLUTIONAL:
-        rows, columns = _map_size(num_tokens, image_size)
-        return PatchGrid(0, rows, columns, 1, 1, (1.0, 1.0))
+        sizes = ([-(-length // stride) for length in image_size] for stride in STRIDES)
+        for rows, columns in sizes:
+            if rows * columns == num_tokens:
+                return PatchGrid(0, rows, columns, 1, 1, (1.0, 1.0))
+        raise ValueError(
+            f"`grid` expected a stride of {STRIDES[0]} to {STRIDES[-1]} pixels, a power of two, got {num_tokens} "
+            f"tokens of an image of {image_size} (height, width). {remedy}"
+        )
     if tower.model_type not in PREFIX_TOKENS:
         known = ", ".join((*PREFIX_TOKENS, *CONVOLUTIONAL))
         raise ValueError(
             f"`grid` needs a vision tower whose patches are known ({known}), got {tower.model_type!r}. {remedy}"
         )
-    patch: Any = getattr(tower, "patch_size", None)
+    patch = tower.patch_size
     height, width = (patch, patch) if isinstance(patch, int) else (patch[0], patch[1])
     prefix = PREFIX_TOKENS[tower.model_type] + (getattr(tower, "num_register_tokens", 0) or 0)
     tiles, arrangement = 1, (1, 1)
     if tower.model_type in TILED_VISION_TYPES:
-        tiles = getattr(tower, "max_num_tiles", 1)
-        arrangement = _arrangement(tower, aspect_ratio_id)
+        if aspect_ratio_id is None:
+            raise ValueError(
+                "`grid` needs the arrangement of the tiles. Instead of a cache of images, which does not hold it, pass "
+                "`pixel_values` and `aspect_ratio_ids` in `inputs`."
+            )
+        tiles = tower.max_num_tiles
+        if aspect_ratio_id:  # a padding image (id 0) has one tile, which is masked
+            arrangement = tower.supported_aspect_ratios[aspect_ratio_id - 1]
     elif config.vision_feature_select_strategy == "default":
         prefix -= 1
     rows, columns = image_size[0] // height, image_size[1] // width
@@ -105,29 +116,3 @@ def patch_grid(
         )
     covered = (rows * height / image_size[0], columns * width / image_size[1])
     return PatchGrid(prefix, rows, columns, *arrangement, covered)
-
-
-def _map_size(num_tokens: int, image_size: tuple[int, int]) -> tuple[int, int]:
-    """Height and width of a convolutional tower's last map of features, which has `num_tokens` places."""
-    sizes = [tuple(-(-length // stride) for length in image_size) for stride in STRIDES]
-    for rows, columns in sizes:
-        if rows * columns == num_tokens:
-            return rows, columns
-    raise ValueError(
-        f"`grid` expected a stride of {STRIDES[0]} to {STRIDES[-1]} pixels, a power of two, got {num_tokens} tokens of "
-        f"an image of {image_size} (height, width). Use `weights`, which have one entry an image token."
-    )
-
-
-def _arrangement(tower: PreTrainedConfig, aspect_ratio_id: int | None) -> tuple[int, int]:
-    """Rows and columns of the tiles. A padding image (id 0) has one tile, which is masked."""
-    if aspect_ratio_id is None:
-        raise ValueError(
-            "`grid` needs the arrangement of the tiles. Instead of a cache of images, which does not hold it, pass "
-            "`pixel_values` and `aspect_ratio_ids` in `inputs`."
-        )
-    ratios: Any = getattr(tower, "supported_aspect_ratios", None) or []
-    if not aspect_ratio_id:
-        return 1, 1
-    rows, columns = ratios[aspect_ratio_id - 1]
-    return rows, columns

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import io
+import mimetypes
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from ..utils.keywords import suggestion
 from ..utils.tensor_checks import type_name
-from .image_reading import read_frames
-from .stray_images import check_images_inside
+from .image_reading import is_array, is_pil, read_frames
 
 
 TEXTS = ("text", "input_text", "output_text")
@@ -27,6 +31,11 @@ REQUESTS = frozenset(
     "pixel pixels resize resized size resolution edge crop crops bbox tile tiles patch patches tokens fps frames "
     "nframes start end".split()
 )
+
+# A key whose name is close to one of these is probably meant as `images`.
+NAMES_OF_IMAGES = ("images", "image", "imgs", "img", "pictures", "picture", "photos", "photo", "pixel_values")
+NEAR = 0.82  # similarity for `difflib`. `image_id` and `image_ids` stay below it: they hold no images
+ADDRESSES = ("image_url", "input_image")
 
 
 class ImagePart:
@@ -71,7 +80,7 @@ class Conversation:
 
     messages: list[Message]
     images: list[Any]  # one for each image part: None if the part has no source
-    unknown_keys: list[str] = dataclasses.field(default_factory=list)  # of the parts without a source
+    bare: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # image parts without a source
 
 
 def is_batch(conversation: Any) -> bool:
@@ -105,12 +114,12 @@ def read_conversation(conversation: Any, where: str, **sampling: Any) -> Convers
 
 def with_images(conversation: Conversation, images: Any, where: str) -> Conversation:
     """Gives `images`, which the caller passed separately, to the image parts without a source, in order."""
-    bare = sum(image is None for image in conversation.images)
+    bare = len(conversation.bare)
     if images is None:
         if bare:
             raise ValueError(
                 f"Expected an image for each image part of {where}, got {bare} parts without an image."
-                f"{_names(conversation.unknown_keys)} Write the image into the part, as `image`, `url`, `path` or "
+                f"{_unread(*conversation.bare)} Write the image into the part, as `image`, `url`, `path` or "
                 "`base64`, or pass `images` in `processor_kwargs`."
             )
         return conversation
@@ -125,15 +134,6 @@ def with_images(conversation: Conversation, images: Any, where: str) -> Conversa
     rest = iter(given)
     filled = [next(rest) if image is None else image for image in conversation.images]
     return dataclasses.replace(conversation, images=filled)
-
-
-def of_row(images: Any, row: int, rows: int) -> Any:
-    if images is None:
-        return None
-    if not isinstance(images, (list, tuple)) or len(images) != rows:
-        got = type_name(images) + (f" of {len(images)}" if isinstance(images, (list, tuple)) else "")
-        raise ValueError(f"`images` must be a list with one entry for each of {rows} conversations, got {got}.")
-    return [] if images[row] is None else images[row]
 
 
 def plain_message(message: Any, where: str) -> dict[str, Any]:
@@ -181,10 +181,8 @@ def _plain_part(part: Any, where: str) -> dict[str, Any]:
             f"Expected the type of each part of {where} to be one of text, image, image_url, video, got {kind!r}{keys}."
         )
     if kind in TEXTS and not isinstance(given.get("text"), str):
-        others = _names(_unknown(given, ("text",)))
-        raise TypeError(
-            f"Expected `text` of a part of {where} to be a str, got {type_name(given.get('text'))}.{others}"
-        )
+        got = type_name(given.get("text"))
+        raise TypeError(f"Expected `text` of a part of {where} to be a str, got {got}.{_unread(given)}")
     check_one_kind(given, where)
     return given
 
@@ -209,15 +207,13 @@ def _read_part(
     if part["type"] in IMAGES:
         image = _source(part, IMAGES, where)
         if image is None:
-            conversation.unknown_keys.extend(_unknown(part, IMAGES))
+            conversation.bare.append(part)
         conversation.images.append(image)
         return [IMAGE]
     video = _source(part, VIDEOS, where)
     if video is None:
-        others = _names(_unknown(part, VIDEOS))
-        raise ValueError(
-            f"Expected a video part of {where} to have `video`, `url` or `path`, got none of them.{others}"
-        )
+        got = f"got none of them.{_unread(part)}"
+        raise ValueError(f"Expected a video part of {where} to have `video`, `url` or `path`, {got}")
     frames = read_frames(video, **sampling)
     conversation.images.extend(frames)
     return [IMAGE] * len(frames)
@@ -239,19 +235,15 @@ def check_one_kind(part: Mapping[str, Any], where: str) -> None:
         )
     if not is_text:
         inner = [_mapping(part[name]) for name in (*IMAGES, *VIDEOS) if part.get(name) is not None]
-        for given in (part, *filter(None, inner)):
-            _check_requests(given, where)
-
-
-def _check_requests(given: Mapping[str, Any], where: str) -> None:
-    for name, value in given.items():
-        words = re.findall("[a-z]+", re.sub("([A-Z])", r" \1", str(name)).lower())  # of `maxPixels`, too
-        if value is not None and not REQUESTS.isdisjoint(words):
-            raise ValueError(
-                f"Expected the parts of {where} without `{name}`, which is not obeyed, got {value!r:.60}: each picture "
-                "has the size that the image processor gives it. Change the settings of the image processor, or resize "
-                "the picture before. Frames of videos are chosen for a whole call, by `num_frames` or `fps`."
-            )
+        for name, value in (item for given in (part, *filter(None, inner)) for item in given.items()):
+            words = re.findall("[a-z]+", re.sub("([A-Z])", r" \1", str(name)).lower())  # of `maxPixels`, too
+            if value is not None and not REQUESTS.isdisjoint(words):
+                raise ValueError(
+                    f"Expected the parts of {where} without `{name}`, which is not obeyed, got {value!r:.60}: each "
+                    "picture has the size that the image processor gives it. Change the settings of the image "
+                    "processor, or resize the picture before. Frames of videos are chosen for a whole call, by "
+                    "`num_frames` or `fps`."
+                )
 
 
 def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
@@ -267,17 +259,13 @@ def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
     return Path(value) if found[0] == "path" and isinstance(value, str) else value
 
 
-def _unknown(part: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    return [str(key) for key in part if key not in ("type", *names, *SOURCES, *HINTS)]
-
-
-def _names(unknown: list[str]) -> str:
-    """A sentence on unknown keys; empty without any."""
+def _unread(*parts: Mapping[str, Any]) -> str:
+    """A sentence on the keys of parts that nothing reads; empty without any."""
+    known = ("text", *IMAGES, *VIDEOS, *SOURCES)
+    unknown = dict.fromkeys(str(key) for part in parts for key in part if key not in ("type", *known, *HINTS))
     if not unknown:
         return ""
-    meant = suggestion(unknown[0], ("text", *IMAGES, *VIDEOS, *SOURCES))
-    keys = ", ".join(f"`{key}`" for key in dict.fromkeys(unknown))
-    return f" Nothing reads the key {keys}.{meant}"
+    return f" Nothing reads the key {', '.join(f'`{key}`' for key in unknown)}.{suggestion(next(iter(unknown)), known)}"
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
@@ -287,3 +275,56 @@ def _mapping(value: Any) -> Mapping[str, Any] | None:
     dump = getattr(value, "model_dump", None)
     made = dump() if callable(dump) else None
     return made if isinstance(made, Mapping) else None
+
+
+def check_images_inside(message: Mapping[str, Any], where: str) -> None:
+    """Raises a `ValueError` for a key beside `content` that holds images, as in Ollama's messages."""
+    for name, value in message.items():
+        if name in ("role", "content"):
+            continue
+        if looks_like_images(name, value) or (name in ADDRESSES and value is not None):
+            raise ValueError(
+                f"Expected the images of {where} in its `content`, got `{name}` beside it, which is not read. Put them "
+                "into `content` as image parts."
+            )
+
+
+def looks_like_images(name: str, value: Any) -> bool:
+    """Whether a key or its value says that it holds images."""
+    return value is not None and (_holds_images(value) or (is_near_images(name) and not _holds_numbers(value)))
+
+
+def is_near_images(name: Any) -> bool:
+    return isinstance(name, str) and bool(difflib.get_close_matches(name.lower(), NAMES_OF_IMAGES, n=1, cutoff=NEAR))
+
+
+def _holds_images(value: Any) -> bool:
+    """Whether a value is an image or holds one: PIL, an array of rank 3 or more, or the dict of `datasets`."""
+    if isinstance(value, (str, int, float)):
+        return False
+    if isinstance(value, bytes):
+        return is_picture(value)
+    if isinstance(value, Mapping):  # `datasets` keeps sound in such a dict too, so the content decides
+        content, path = value.get("bytes"), value.get("path")
+        if isinstance(content, bytes):
+            return is_picture(content)
+        kind = mimetypes.guess_type(path)[0] if isinstance(path, str) else None
+        return set(value) <= {"bytes", "path"} and (kind or "").startswith("image/")
+    if isinstance(value, Sequence):
+        return any(_holds_images(each) for each in value)
+    return value.ndim >= 3 if is_array(value) else is_pil(value)
+
+
+def is_picture(content: bytes) -> bool:
+    """Whether the beginning of a file is that of a picture which Pillow opens."""
+    try:
+        Image.open(io.BytesIO(content)).close()  # reads the header only
+    except Exception:  # Pillow raises errors of many kinds
+        return False
+    return True
+
+
+def _holds_numbers(value: Any) -> bool:
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return bool(value) and all(isinstance(each, (int, float)) for each in value)
+    return isinstance(value, (int, float))

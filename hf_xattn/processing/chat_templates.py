@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from jinja2 import TemplateError, meta
+
 from .chat_messages import IMAGE, Message
 
 
@@ -46,7 +48,6 @@ def default_template(tokenizer: Any) -> str:
 
 def template_variables(*templates: str | None) -> set[str]:
     """The names that chat templates read and do not set: messages, tools, and what a caller may add."""
-    from jinja2 import meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
@@ -56,8 +57,6 @@ def template_variables(*templates: str | None) -> set[str]:
 
 def check_template(processor: Any) -> None:
     """Raises a `ValueError` if a processor, or a tokenizer, cannot render a question with its chat template."""
-    from jinja2 import TemplateError
-
     question: Any = [{"type": "text", "text": "?"}] if hasattr(processor, "tokenizer") else "?"
     try:
         processor.apply_chat_template(
@@ -72,21 +71,38 @@ def to_template(messages: list[Message], marker: str | None, render: Callable[[D
     """Returns messages in a form in which the template shows all of their texts and images.
 
     Each form is tried with made-up words in place of the texts: a template may change a real text on purpose, for
-    example leave out the reasoning of earlier answers.
+    example leave out the reasoning of earlier answers. Then each is tried with the real texts as plain strings: some
+    templates accept only certain texts.
 
     Raises a `jinja2.TemplateError` or a `ValueError` if the template refuses, or loses a text of, every form. Without
     a `marker` of images, the text has none.
     """
-    tried: list[tuple[Dicts, Exception | list[str]]] = []
+    tried: list[tuple[list[Form], Dicts]] = []
     for form in _forms(messages, marker):
-        made = [_dict(message, form[index](message)) for index, message in enumerate(messages)]
-        if any(made == earlier for earlier, _ in tried):
-            continue
-        lost = _lost(messages, form, marker, render)
-        if lost == []:
+        made = _dicts(messages, form)
+        if all(made != earlier for _, earlier in tried):
+            tried.append((form, made))
+    probes = [_probed(message, index) for index, message in enumerate(messages)]
+    lost = []
+    for form, made in tried:
+        lost.append(_lost(probes, _dicts(probes, form), marker, render))
+        if lost[-1] == []:
             return made
-        tried.append((made, lost))
-    return _last_resort(messages, marker, render, tried)
+    for _, made in tried:
+        is_plain = all(isinstance(message.get("content", ""), str) for message in made)
+        if is_plain and _lost(messages, made, marker, render) == []:
+            return made
+    errors = [each for each in lost if isinstance(each, Exception)]
+    for error in errors:
+        if type(error) is TemplateError:  # the template's own message, from `raise_exception`
+            raise error
+    losses = sorted((each for each in lost if isinstance(each, list)), key=len)
+    if not losses:
+        raise ValueError(f"The chat template fails for this conversation: {errors[0]}") from errors[0]
+    raise ValueError(
+        f"The chat template does not show {'; '.join(losses[0])}. Pass another template "
+        "(`chat_template=`), or change the messages."
+    )
 
 
 def _forms(messages: list[Message], marker: str | None) -> list[list[Form]]:
@@ -122,88 +138,53 @@ def _text(part: Any, marker: str | None) -> str:
     return (marker or "") if part is IMAGE else part
 
 
-def _dict(message: Message, content: Any) -> dict[str, Any]:
-    return message.fields if content is None else {**message.fields, "content": content}
+def _dicts(messages: list[Message], form: list[Form]) -> Dicts:
+    contents = [make(message) for make, message in zip(form, messages)]
+    return [
+        message.fields if content is None else {**message.fields, "content": content}
+        for message, content in zip(messages, contents)
+    ]
+
+
+def _probed(message: Message, index: int) -> Message:
+    """The message with a made-up word in the place of each text."""
+    if message.content is None:
+        return message
+    words = [
+        part if not isinstance(part, str) or not part.strip() else f"xattn{index}x{place}word"
+        for place, part in enumerate(message.parts)
+    ]
+    return Message(message.fields, str(words[0]) if isinstance(message.content, str) else words)
 
 
 def _lost(
-    messages: list[Message], form: list[Form], marker: str | None, render: Callable[[Dicts], str]
+    messages: list[Message], made: Dicts, marker: str | None, render: Callable[[Dicts], str]
 ) -> Exception | list[str]:
-    """What a template does not show of messages in a form, in words, or the error that it raises."""
-    probes = [_probed(message, index) for index, message in enumerate(messages)]
-    made = [_dict(probe, _with_canary(form[index](probe))) for index, probe in enumerate(probes)]
+    """What a template does not show of messages, which were `made` dicts, in words, or the error that it raises."""
     try:
-        text = render(made)
+        text = render(
+            [{**each, "content": _with_canary(each["content"])} if "content" in each else each for each in made]
+        )
     except Exception as error:  # a template may raise anything
         return error
-    said = text.lower()
+    texts = [[part.strip().lower() for part in each.parts if isinstance(part, str)] for each in messages]
+    every, low = [part for parts in texts for part in parts], text.lower()
     lost = [
-        f"the text of message {index} (role {probe.role!r})"
-        for index, probe in enumerate(probes)
-        # A template may write a tool call in place of the text of the same message.
-        if not probe.fields.get("tool_calls") and any(word not in said for word in _words(probe))
+        f"the text of message {index} (role {message.role!r})"
+        for index, (message, parts) in enumerate(zip(messages, texts))
+        # A template may write a tool call in place of the text of the same message. A text that is said twice, or
+        # within another, must be there as often.
+        if not message.fields.get("tool_calls")
+        and any(part and low.count(part) < sum(other.count(part) for other in every) for part in parts)
     ]
-    images = sum(message.num_images for message in messages)
-    if marker is not None and (found := text.count(marker)) != images:
-        lost.append(f"one marker for each of {images} images, but {found}")
+    if marker is not None:
+        images = sum(_text(part, marker).count(marker) for message in messages for part in message.parts)
+        if (found := text.count(marker)) != images:
+            lost.append(f"one marker for each of {images} images, but {found}")
     if CANARY in text:
         lost.append("the texts alone, but whole lists of parts")
     return lost
 
 
-def _probed(message: Message, index: int) -> Message:
-    words = [
-        part if not isinstance(part, str) or not part.strip() else f"xattn{index}x{place}word"
-        for place, part in enumerate(message.parts)
-    ]
-    if message.content is None:
-        return message
-    return Message(message.fields, str(words[0]) if isinstance(message.content, str) else words)
-
-
-def _words(probe: Message) -> list[str]:
-    return [part for part in probe.parts if isinstance(part, str) and part.strip()]
-
-
 def _with_canary(content: Any) -> Any:
     return [{**part, CANARY: CANARY} for part in content] if isinstance(content, list) else content
-
-
-def _last_resort(
-    messages: list[Message],
-    marker: str | None,
-    render: Callable[[Dicts], str],
-    tried: list[tuple[Dicts, Exception | list[str]]],
-) -> Dicts:
-    """Tries the real texts as plain strings: some templates accept only certain texts."""
-    from jinja2.exceptions import TemplateError
-
-    for made, _ in tried:
-        if all(isinstance(message.get("content", ""), str) for message in made):
-            try:
-                text = render(made)
-            except Exception:
-                continue
-            said = [
-                part.strip()
-                for message in messages
-                for part in message.parts
-                if isinstance(part, str) and not message.fields.get("tool_calls")
-            ]
-            images = sum(message.num_images for message in messages)
-            # A text that is said twice, or within another, must be there as often.
-            shown = all(text.count(part) >= sum(other.count(part) for other in said) for part in said if part)
-            if shown and (marker is None or text.count(marker) >= images):
-                return made
-    errors = [lost for _, lost in tried if isinstance(lost, Exception)]
-    for error in errors:
-        if type(error) is TemplateError:  # the template's own message, from `raise_exception`
-            raise error
-    losses: list[list[str]] = [lost for _, lost in tried if isinstance(lost, list)]
-    if not losses:
-        raise ValueError(f"The chat template fails for this conversation: {errors[0]}") from errors[0]
-    fewest = min(losses, key=len)
-    raise ValueError(
-        f"The chat template does not show {'; '.join(fewest)}. Pass another template (`chat_template=`), or change the "
-        "messages."
-    )

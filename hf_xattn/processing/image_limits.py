@@ -5,22 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..utils.tensor_checks import type_name
-
 
 @dataclass
 class ImageLimits:
-    """Limits of the images that are read. Raises an error for a limit that is no number, or not positive."""
+    """Limits of the images that are read."""
 
     max_pixels: int = 2**27  # width times height. At most 11 bytes a pixel are taken while an image is read
     max_frames: int = 4096  # of a video, after `num_frames` or `fps` has chosen some
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"Expected `{name}` to be an int, got {type_name(value)}.")
-            if not value > 0:
-                raise ValueError(f"Expected `{name}` to be above 0, got {value}.")
 
 
 LIMITS = ImageLimits()  # set its attributes to change them
@@ -28,14 +19,18 @@ SIZES = ("size", "crop_size", "pad_size")  # of an image processor
 MAX_TILES = 1024
 
 
+def _sides(size: Any) -> dict[str, Any]:
+    """The lengths in a size: a dict, transformers' `SizeDict`, or one number for both sides."""
+    if not isinstance(size, dict):
+        size = vars(size) if hasattr(size, "__dict__") else {"height": size, "width": size}
+    return {key: side for key, side in size.items() if side is not None}
+
+
 def check_image_processor(image_processor: Any) -> None:
     """Raises a `ValueError` if an image processor, which comes from a file, makes too large images."""
     counts_pixels = hasattr(image_processor, "merge_size")  # Qwen's edges are numbers of pixels
     for name in SIZES:
-        size = getattr(image_processor, name, None)
-        if not isinstance(size, dict):  # transformers' `SizeDict`, or one number for both sides
-            size = vars(size) if hasattr(size, "__dict__") else {"height": size, "width": size}
-        sides = {key: side for key, side in size.items() if side is not None}
+        sides = _sides(getattr(image_processor, name, None))
         for key, side in sides.items():
             if isinstance(side, bool) or not isinstance(side, (int, float)) or not side >= 0:
                 raise ValueError(
@@ -62,11 +57,8 @@ def resized_pixels(width: int, height: int, image_processor: Any, **kwargs: Any)
     Only a `size` that sets the shortest edge alone leaves the other one open: of an image of 1 x 20000 pixels it makes
     224 x 4480000. `kwargs` are those of the call of the image processor.
     """
-    size = kwargs.get("size") or getattr(image_processor, "size", None)
+    sides = _sides(kwargs.get("size") or getattr(image_processor, "size", None))
     resizes = kwargs.get("do_resize", getattr(image_processor, "do_resize", True)) is not False
-    if not isinstance(size, dict):
-        size = vars(size) if hasattr(size, "__dict__") else {}
-    sides = {key: side for key, side in size.items() if side is not None}
     if not resizes or sides.keys() != {"shortest_edge"} or not min(width, height):
         return 0
     return int(sides["shortest_edge"]) ** 2 * max(width, height) // min(width, height)

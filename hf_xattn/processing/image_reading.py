@@ -170,11 +170,7 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
                 "Expected each of `videos` to have 4 axes, (frames, height, width, channels) or (frames, channels, "
                 f"height, width), got shape {tuple(video.shape)}."
             )
-    elif isinstance(video, (list, tuple)):
-        for frame in video:
-            if not (is_pil(frame) or isinstance(frame, (str, Path)) or (is_array(frame) and frame.ndim in (2, 3))):
-                raise TypeError(f"Expected the frames of `videos` to be {KINDS}, got {type_name(frame)}.")
-    else:
+    elif not isinstance(video, (list, tuple)):
         raise TypeError(
             "Expected each of `videos` to be an array of frames, a list of images or a video file, got "
             f"{type_name(video)}."

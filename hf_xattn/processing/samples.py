@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..utils.tensor_checks import type_name
-from .image_reading import KINDS, is_array, is_pil, read_frames
+from .image_reading import is_array, is_pil, read_frames
 
 
 # Options that choose the frames of a video. Transformers' `apply_chat_template` adds `do_sample_frames`.
@@ -16,18 +15,16 @@ OF_VIDEOS = ("num_frames", "fps", "do_sample_frames")
 
 
 def read_texts(text: Any, images: Any) -> list[str]:
-    if isinstance(text, str):
-        return [text]
-    if isinstance(text, (list, tuple)) and all(isinstance(entry, str) for entry in text):
-        if not text:
-            raise ValueError("Expected `text` to be one text or more, got an empty list.")
-        return list(text)
+    texts = [text] if isinstance(text, str) else text
+    if isinstance(texts, (list, tuple)) and texts and all(isinstance(entry, str) for entry in texts):
+        return list(texts)
     got = type_name(text)
     if isinstance(text, (list, tuple)):
-        got = f"a list with {type_name(next(entry for entry in text if not isinstance(entry, str)))}"
+        wrong = [type_name(entry) for entry in text if not isinstance(entry, str)]
+        got = f"a list with {wrong[0]}" if wrong else "an empty list"
     swapped = isinstance(images, str) or (isinstance(images, (list, tuple)) and any(isinstance(i, str) for i in images))
     hint = " `images` is the first argument and `text` the second: pass them by name." if swapped else ""
-    raise TypeError(f"Expected `text` to be a str or a list of str, got {got}.{hint}")
+    raise TypeError(f"Expected `text` to be a str or a list of one str or more, got {got}.{hint}")
 
 
 def read_samples(
@@ -122,16 +119,4 @@ def _entries(images: Any) -> list[Any] | None:
 def _images(entry: Any) -> list[Any]:
     entries = _entries(entry)
     given = [image for image in ([entry] if entries is None else entries) if image is not None]
-    images = [image for part in given for image in (part if getattr(part, "ndim", None) == 4 else [part])]
-    for image in images:
-        if isinstance(image, (str, Path, bytes)):
-            continue
-        if not (is_array(image) or is_pil(image)):
-            raise TypeError(f"Expected `images` to hold {KINDS}, got {type_name(image)}.")
-        rank = getattr(image, "ndim", None)
-        if rank is not None and rank not in (2, 3):
-            raise ValueError(
-                "Expected each of `images` to have 3 axes, (channels, height, width) or (height, width, channels), or "
-                f"2 axes if it is grayscale, got shape {tuple(image.shape)}."
-            )
-    return images
+    return [image for part in given for image in (part if getattr(part, "ndim", None) == 4 else [part])]

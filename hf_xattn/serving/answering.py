@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,10 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from .request_errors import Refused
+from .chat_session import chat_inputs
+from .request_limits import Refused
 from .request_pictures import unpack_pictures
 from .served_requests import Asked
-from .stop_strings import StopAtText, StopWhenAsked, place_of_stop, shown_length
 
 
 if TYPE_CHECKING:
@@ -36,6 +35,21 @@ class Answer:
     num_prompt_tokens: int
     num_tokens: int
     finish_reason: str  # "length" if the answer was cut, else "stop"
+
+
+def place_of_stop(text: str, stops: list[str]) -> int | None:
+    """Where the first stop string of a text begins; None without one."""
+    return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
+
+
+def shown_length(text: str, stops: list[str]) -> int:
+    """How many characters of an unfinished text stand in front of a stop string, and of what may begin one."""
+    place = place_of_stop(text, stops)
+    if place is not None:
+        return place
+    longest = min(len(text), max(map(len, stops), default=1) - 1)
+    begun = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops))
+    return len(text) - next(begun, 0)
 
 
 class _Pieces(BaseStreamer):
@@ -82,24 +96,13 @@ class Answering:
 
     def _prepare(self, asked: Asked) -> dict[str, Any]:
         unpack_pictures(asked.images)
-        made = self.processor.apply_chat_template(
-            asked.messages,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            **asked.variables,
-        )
-        inputs = {name: value.to(self.model.device) for name, value in made.items() if name != "token_type_ids"}
-        length, new_tokens = inputs["input_ids"].shape[1], asked.options["max_new_tokens"]
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if longest is not None:
-            if length >= longest:
-                raise Refused(
-                    f"Expected a prompt of fewer than {longest} tokens, the limit of the model, got {length}."
-                )
-            new_tokens = min(new_tokens, longest - length)
-        return {**inputs, **asked.options, "max_new_tokens": new_tokens}
+        inputs, room = chat_inputs(self.model, self.processor, asked.messages, **asked.variables)
+        if room <= 0:
+            length = inputs["input_ids"].shape[1]
+            raise Refused(
+                f"Expected a prompt of fewer than {length + room} tokens, the limit of the model, got {length}."
+            )
+        return {**inputs, **asked.options, "max_new_tokens": min(asked.options["max_new_tokens"], room)}
 
     async def pieces(
         self, asked: Asked, arguments: dict[str, Any], has_left: Callable[[], Awaitable[bool]] | None = None
@@ -136,16 +139,31 @@ class Answering:
     ) -> Answer:
         length = arguments["input_ids"].shape[1]
         pieces = _Pieces(self.tokenizer, asked.stops, give)
-        stopping: list[Any] = [StopWhenAsked(left.is_set)]
-        if asked.stops:
-            stopping.append(StopAtText(self.tokenizer, asked.stops, length))
+        # More tokens than the longest stop string has: a token holds a byte or more, a character up to four.
+        window = 4 * max(map(len, asked.stops), default=0) + 4
+
+        def ends(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            """Which rows have a stop string in their last token, special tokens included.
+
+            Transformers' own criterion compares every stop string with every token of the vocabulary first, which takes
+            seconds for strings that a client chooses. And it leaves the string in the answer.
+            """
+            last = input_ids[:, max(length, input_ids.shape[1] - window) :] if asked.stops else input_ids[:, :0]
+            texts = self.tokenizer.batch_decode(last, skip_special_tokens=False)
+            done = [left.is_set() or place_of_stop(text, asked.stops) is not None for text in texts]
+            return torch.tensor(done, device=input_ids.device)
+
         if left.is_set():  # while the request waited
             return Answer("", length, 0, "stop")
-        with _drawn_from(asked.seed, self.model.device):
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        # Later requests draw on as before.
+        with torch.random.fork_rng(devices, enabled=asked.seed is not None):
+            if asked.seed is not None:
+                torch.manual_seed(asked.seed)
             tokens: Any = self.model.generate(
                 **arguments,
                 tokenizer=self.tokenizer,
-                stopping_criteria=StoppingCriteriaList(stopping),
+                stopping_criteria=StoppingCriteriaList([ends]),
                 streamer=pieces if asked.stream else None,
             )
         ids = tokens[0, length:].tolist()
@@ -154,14 +172,3 @@ class Answering:
         pieces.finish(text[:stop])
         cut = stop is None and len(ids) >= arguments["max_new_tokens"]
         return Answer(text[:stop], length, len(ids), "length" if cut else "stop")
-
-
-@contextlib.contextmanager
-def _drawn_from(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draws from a seed. Later requests draw on as before."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import queue
+import math
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StoppingCriteriaList, TextStreamer
+from transformers import StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..cache.xattn_cache import XAttnCache
-from ..maps.answer_maps import answer_maps
+from ..maps.answer_maps import Word, answer_maps, words_of
 from ..maps.attention_maps import AttentionMaps
-from ..maps.words import Word, words_of
-from .stop_strings import StopWhenAsked
 
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from ..modeling_xattn import XAttnForConditionalGeneration
-
-
-class _Pieces(TextStreamer):
-    """Puts the text of an answer into a queue, piece by piece."""
-
-    def __init__(self, tokenizer: Any, pieces: queue.SimpleQueue):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.pieces = pieces
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self.pieces.put(text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,23 +126,23 @@ class ChatSession:
         The answer ends after the current token if the caller sets `stop` or closes the iterator. A question that comes
         while another is being answered waits for it. Errors as [`~ChatSession.ask`].
         """
-        pieces: queue.SimpleQueue = queue.SimpleQueue()
         stop = stop or threading.Event()
+        pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        done: Future[str] = Future()
 
         def answer() -> None:
             try:
                 with self._turn:
-                    self.ask(text, images, _Pieces(self.tokenizer, pieces), stop.is_set)
-                pieces.put(None)
+                    done.set_result(self.ask(text, images, pieces, stop.is_set))
             except BaseException as error:
-                pieces.put(error)
+                done.set_exception(error)
+            finally:  # also of an answer that failed
+                pieces.text_queue.put(pieces.stop_signal)
 
         threading.Thread(target=answer, name="hf_xattn answer", daemon=True).start()
         try:
-            while (piece := pieces.get()) is not None:
-                if isinstance(piece, BaseException):
-                    raise piece
-                yield piece
+            yield from filter(None, pieces)
+            done.result()
         finally:
             stop.set()
 
@@ -168,17 +155,13 @@ class ChatSession:
         return answer_maps(self.model, self._inputs(answer.asked), answer.ids)
 
     def _inputs(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        made = self.processor.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-        inputs = {name: value.to(self.model.device) for name, value in made.items() if name != "token_type_ids"}
-        length = inputs["input_ids"].shape[1]
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        inputs, room = chat_inputs(self.model, self.processor, messages)
         new_tokens = self.options.get("max_new_tokens", 0)
-        if longest is not None and length + new_tokens > longest:
+        if new_tokens > room:
+            length = inputs["input_ids"].shape[1]
             raise ValueError(
-                f"Expected a conversation of at most {longest} tokens, the limit of the model, got {length} tokens and "
-                f"`max_new_tokens={new_tokens}` for the answer. Start a new conversation."
+                f"Expected a conversation of at most {length + room} tokens, the limit of the model, got {length} "
+                f"tokens and `max_new_tokens={new_tokens}` for the answer. Start a new conversation."
             )
         return inputs
 
@@ -191,7 +174,7 @@ class ChatSession:
         cache = self._cache_for(input_ids[0])
         # If generation fails, the state of the cache is unknown.
         self._cache = None
-        stopping = None if stop is None else StoppingCriteriaList([StopWhenAsked(stop)])
+        stopping = None if stop is None else StoppingCriteriaList([lambda *_, **__: stop()])
         given: dict[str, Any] = {
             "cache": cache,
             "streamer": streamer,
@@ -236,6 +219,18 @@ def question(text: str, images: list[Image] | None) -> dict[str, Any]:
         return {"role": "user", "content": text}
     parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
     return {"role": "user", "content": parts}
+
+
+def chat_inputs(model: Any, processor: Any, messages: list[Any], **variables: Any) -> tuple[dict[str, Any], float]:
+    """What the model reads of a chat, on its device, and how many tokens an answer may have: infinity if the model
+    does not say. `variables` are those of the chat template.
+    """
+    made = processor.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt", **variables
+    )
+    inputs = {name: value.to(model.device) for name, value in made.items() if name != "token_type_ids"}
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return inputs, math.inf if longest is None else longest - inputs["input_ids"].shape[1]
 
 
 def _common_length(first: torch.Tensor, second: torch.Tensor) -> int:

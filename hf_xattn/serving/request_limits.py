@@ -1,14 +1,27 @@
-"""ASGI middleware that refuses requests before an application reads them, for `hf-xattn serve` and `hf-xattn web`."""
+"""What `hf-xattn serve` and `hf-xattn web` refuse, and what clients hear of errors.
+
+Middleware refuses requests before an application reads them. Clients hear of their own errors in words, and of those of
+the server in a sentence: their words may name its files, so they go to its log alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+from transformers.utils import logging
 
+
+logger = logging.get_logger(__name__)
+
+# A path of this machine in the words of an error, but not the path of an address.
+PATH = re.compile(r"(?<![\w.:/])~?/[\w.-]+/[\w.-]|(?<!\w)[A-Za-z]:\\\w")
+FAILURE = "The server has failed at this request. Its log has the reason."
 LINGER = 5.0  # seconds that a refused client may go on sending
 BODY_SECONDS = 120.0  # for the whole body of a request
 # Nothing on a page comes from another host, and browsers keep it so. No page of another host shows it in a frame,
@@ -40,67 +53,100 @@ class ServerLimits:
         return 4 * (self.max_image_bytes * 4 // 3) + 2**20
 
 
-class RequestLimits:
-    """Reads the body of a request, and gives it to the application at once. Refuses a too large one (413), and one that
-    comes too slowly (408).
+class Refused(ValueError):
+    """What is wrong with a request, in words for its client."""
 
-    The application itself has no limit where the client does not say the length of the body (chunked encoding).
+
+def told(error: Exception) -> tuple[int, str]:
+    """The status and the words with which a client hears of an error. Errors of the server go to its log."""
+    if isinstance(error, Refused):
+        return 400, str(error)
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, (ValueError, TypeError, TemplateError)) and not PATH.search(words):
+        return 400, words  # they name the wrong argument
+    logger.error("A request has failed", exc_info=error)
+    return 500, FAILURE
+
+
+def error_json(status: int, message: str) -> dict[str, Any]:
+    """An error in the form of the OpenAI API, so that clients find the message."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+class RequestLimits:
+    """ASGI middleware: refuses a request (429) while `most_requests` others are read, wait or are answered. Reads the
+    body of any other, and gives it to the application at once; refuses a too large one (413), and one that comes too
+    slowly (408).
+
+    What takes nothing passes: a request without a body, such as a probe of `/health`. The application itself has no
+    limit where the client does not say the length of the body (chunked encoding).
 
     Args:
         most (`int`): bytes that the body of a request may have.
-        remedy (`str`): what the client can do. It follows the limit in the message.
-        error (`Callable[[int, str], dict]`): makes the JSON of an error from the status and a message.
+        remedy, remedy_for_many (`str`): what can be done. They follow the limits in the messages.
     """
 
-    def __init__(self, app: Any, most: int, remedy: str, error: Callable[[int, str], dict[str, Any]]):
-        self.app, self.most, self.error = app, most, error
-        self.message = f"The request is too large: its body may have {most} bytes. {remedy}"
+    def __init__(self, app: Any, most: int, most_requests: int, remedy: str, remedy_for_many: str = ""):
+        self.app, self.most, self.most_requests, self.count = app, most, most_requests, 0
+        self.too_large = f"The request is too large: its body may have {most} bytes. {remedy}"
+        self.too_many = f"The server has {most_requests} requests already. Try again in a moment. {remedy_for_many}"
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
+        headers = dict(scope.get("headers", ()))
+        has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+        if scope["type"] != "http" or not (has_body or scope["method"] == "POST"):
             await self.app(scope, receive, send)
             return
-        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if self.count >= self.most_requests:
+            await _refuse(receive, send, 429, self.too_many.strip())
+            return
+        self.count += 1
+        try:
+            given = await self._read(headers.get(b"content-length", b"0"), receive, send)
+            if given is not None:
+                await self.app(scope, lambda: _first(given, receive), send)
+        finally:
+            self.count -= 1
+
+    async def _read(self, length: bytes, receive: Any, send: Any) -> list[dict[str, Any]] | None:
+        """Returns the body as one message; None if it was refused, or if the client has left."""
         too_large = not length.isdigit() or len(length) > 18 or int(length) > self.most
         body = bytearray()  # not a list: many parts of one byte would take forty times their size
-        if not too_large:
-            try:
-                if not await asyncio.wait_for(self._read(receive, body), BODY_SECONDS):
-                    return  # the client has left
-            except asyncio.TimeoutError:
-                error = f"Expected the body of a request within {BODY_SECONDS:g} seconds."
-                await refuse(receive, send, 408, self.error(408, error))
-                return
+
+        async def read() -> bool:
+            more = True
+            while more and len(body) <= self.most:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return False
+                body.extend(message.get("body", b""))
+                more = message.get("more_body", False)
+            return True
+
+        try:
+            if not too_large and not await asyncio.wait_for(read(), BODY_SECONDS):
+                return None
+        except asyncio.TimeoutError:
+            await _refuse(receive, send, 408, f"Expected the body of a request within {BODY_SECONDS:g} seconds.")
+            return None
         if too_large or len(body) > self.most:
             body.clear()
-            await refuse(receive, send, 413, self.error(413, self.message))
-            return
-        given: list[dict[str, Any]] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-        body.clear()
-
-        async def give() -> dict[str, Any]:
-            return given.pop() if given else await receive()
-
-        await self.app(scope, give, send)
-
-    async def _read(self, receive: Any, body: bytearray) -> bool:
-        """Reads up to the end, or until it is too large. Returns whether the client is still there."""
-        more = True
-        while more and len(body) <= self.most:
-            message = await receive()
-            if message["type"] != "http.request":
-                return False
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        return True
+            await _refuse(receive, send, 413, self.too_large)
+            return None
+        return [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
 
-async def refuse(receive: Any, send: Any, status: int, error: dict[str, Any]) -> None:
+async def _first(given: list[dict[str, Any]], receive: Any) -> dict[str, Any]:
+    return given.pop() if given else await receive()
+
+
+async def _refuse(receive: Any, send: Any, status: int, message: str) -> None:
     """Answers a request whose body nobody wants, and closes its connection.
 
     Most clients read an answer only after they have sent everything, so the rest is read for a while, and dropped.
     """
-    content = json.dumps(error).encode()
+    content = json.dumps({**error_json(status, message), "detail": message}).encode()  # Gradio's page shows `detail`
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(content)).encode()),
@@ -113,40 +159,9 @@ async def refuse(receive: Any, send: Any, status: int, error: dict[str, Any]) ->
         while (await receive()).get("more_body", False):
             pass
 
-    try:
+    with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(rest(), LINGER)
-    except asyncio.TimeoutError:
-        pass
     await send({"type": "http.response.body", "body": b""})
-
-
-class InFlight:
-    """ASGI middleware: refuses a request (429) while `most` others are read, wait or are answered.
-
-    What takes nothing passes: a request without a body, such as a probe of `/health`.
-
-    Args:
-        error (`Callable[[int, str], dict]`): as in [`RequestLimits`].
-    """
-
-    def __init__(self, app: Any, most: int, remedy: str, error: Callable[[int, str], dict[str, Any]]):
-        self.app, self.most, self.error, self.count = app, most, error, 0
-        self.message = f"The server has {most} requests already. Try again in a moment. {remedy}".strip()
-
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        headers = dict(scope.get("headers", ()))
-        has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
-        if scope["type"] != "http" or not (has_body or scope["method"] == "POST"):
-            await self.app(scope, receive, send)
-            return
-        if self.count >= self.most:
-            await refuse(receive, send, 429, self.error(429, self.message))
-            return
-        self.count += 1
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            self.count -= 1
 
 
 class Policy:

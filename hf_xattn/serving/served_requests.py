@@ -7,16 +7,16 @@ Nothing of a request reaches the processor or `generate` but what is read here: 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from ..processing.chat_messages import HINTS, check_one_kind
 from ..processing.chat_templates import template_variables
 from ..utils.checkpoint_files import short
 from ..utils.tensor_checks import type_name
-from .request_errors import Refused
-from .request_limits import ServerLimits
+from .request_limits import Refused, ServerLimits
 
 
 MOST_STOPS, LONGEST_STOP = 16, 256  # strings, and characters of each
@@ -47,9 +47,6 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cuto
 FLOATS = (*(field for field in SAMPLING if field != "top_k"), "repetition_penalty", "length_penalty")
 # What the server itself gives a template, and what a processor would read pictures from.
 NO_VARIABLES = set("messages tools add_generation_prompt chat_template processor_kwargs images videos audio".split())
-
-# Tells what is expected of a value, if it is not that.
-Check = Callable[[Any], "str | None"]
 
 
 @dataclass(frozen=True)
@@ -224,112 +221,83 @@ def _texts(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
-def _number(low: float, high: float, whole: bool = False) -> Check:
-    def check(value: Any) -> str | None:
-        fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        if fits and low <= value <= high:
-            return None
-        return f"{'an integer' if whole else 'a number'} from {low} to {high}"
-
-    return check
+def _no_tiny_number(temperature: float) -> float:
+    """A tiny number makes logits that are infinite."""
+    if 0 < temperature < 0.001:
+        raise ValueError("expected 0, or a number from 0.001")
+    return temperature
 
 
-def _temperature(value: Any) -> str | None:
-    """A smaller number makes logits that are infinite."""
-    return None if value == 0 and not isinstance(value, bool) else _number(0.001, 2)(value) and "0, or from 0.001 to 2"
+def _number(low: float, high: float) -> Any:
+    return Annotated[float, Field(ge=low, le=high, allow_inf_nan=False)]
 
 
-def _flag(value: Any) -> str | None:
-    return None if isinstance(value, bool) else "true or false"
+def _whole(low: int, high: int) -> Any:
+    return Annotated[int, Field(ge=low, le=high)]
 
 
-def _object(value: Any) -> str | None:
-    return None if isinstance(value, dict) else "an object"
+Temperature: Any = Annotated[_number(0, 2), AfterValidator(_no_tiny_number)]
+StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stops: Any = StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)]
 
 
-def _any(value: Any) -> None:
-    """Of a field that is checked where it is read."""
+def _body_fields(limits: ServerLimits, vocab_size: int) -> dict[str, Any]:
+    """The fields of a request that are obeyed, and their types."""
+    tokens = _whole(1, limits.max_new_tokens)
 
+    def known(token: str) -> str:
+        if int(token) >= vocab_size:
+            raise ValueError(f"expected token ids below {vocab_size}")
+        return token
 
-def _early_stopping(value: Any) -> str | None:
-    return None if value == "never" else _flag(value) and 'true, false or "never"'
-
-
-def _stream_options(value: Any) -> str | None:
-    known = {"include_usage", "include_obfuscation"}  # the latter only fills up chunks
-    fits = (
-        isinstance(value, dict)
-        and value.keys() <= known
-        and all(v is None or isinstance(v, bool) for v in value.values())
-    )
-    return None if fits else '{"include_usage": true} or false'
-
-
-def _stops(value: Any) -> str | None:
-    texts = [value] if isinstance(value, str) else value
-    fits = isinstance(texts, list) and len(texts) <= MOST_STOPS
-    if fits and all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in texts):
-        return None
-    return f"a text or a list of at most {MOST_STOPS} texts, each of 1 to {LONGEST_STOP} characters"
-
-
-def _biases(vocab_size: int) -> Check:
-    def check(value: Any) -> str | None:
-        fits = isinstance(value, dict) and len(value) <= MOST_BIASES
-        known = fits and all(
-            key.isascii() and key.isdigit() and len(key) <= 20 and int(key) < vocab_size for key in value
-        )
-        if known and not any(map(_number(-100, 100), value.values())):
-            return None
-        return f"an object of at most {MOST_BIASES} token ids below {vocab_size} and numbers from -100 to 100"
-
-    return check
-
-
-def _body_fields(limits: ServerLimits, vocab_size: int) -> dict[str, Check]:
-    """The fields of a request that are obeyed."""
-    tokens = _number(1, limits.max_new_tokens, whole=True)
+    token_id: Any = Annotated[str, Field(pattern="^[0-9]{1,20}$"), AfterValidator(known)]
+    bias: Any = _number(-100, 100)
     return {
-        "model": _any,
-        "messages": _any,
+        "model": Any,  # some fields are checked where they are read
+        "messages": Any,
         "max_tokens": tokens,
         "max_completion_tokens": tokens,
-        "temperature": _temperature,
+        "temperature": Temperature,
         "top_p": _number(0, 1),
-        "seed": _number(-(2**63), 2**63 - 1, whole=True),
-        "stop": _stops,
-        "logit_bias": _biases(vocab_size),
-        "stream": _flag,
-        "stream_options": _stream_options,
-        "chat_template_kwargs": _object,
-        "generation_config": _any,
+        "seed": _whole(-(2**63), 2**63 - 1),
+        "stop": Stops,
+        "logit_bias": Annotated[dict[token_id, bias], Field(max_length=MOST_BIASES)],
+        "stream": bool,
+        "stream_options": dict[
+            Literal["include_usage", "include_obfuscation"], bool | None
+        ],  # the latter fills chunks up
+        "chat_template_kwargs": dict[str, Any],
+        "generation_config": Any,
     }
 
 
-def _config_fields(limits: ServerLimits) -> dict[str, Check]:
-    """The fields of `generation_config` that are obeyed."""
+def _config_fields(limits: ServerLimits) -> dict[str, Any]:
+    """The fields of `generation_config` that are obeyed, and their types."""
     share = _number(0, 1)
     return {
-        "max_new_tokens": _number(1, limits.max_new_tokens, whole=True),
-        "min_new_tokens": _number(0, limits.max_new_tokens, whole=True),
-        "num_beams": _number(1, limits.max_beams, whole=True),
-        "do_sample": _flag,
-        "early_stopping": _early_stopping,
+        "max_new_tokens": _whole(1, limits.max_new_tokens),
+        "min_new_tokens": _whole(0, limits.max_new_tokens),
+        "num_beams": _whole(1, limits.max_beams),
+        "do_sample": bool,
+        "early_stopping": bool | Literal["never"],
         "length_penalty": _number(-10, 10),
-        "temperature": _temperature,
-        "top_k": _number(0, 10**6, whole=True),
+        "temperature": Temperature,
+        "top_k": _whole(0, 10**6),
         "top_p": share,
         "min_p": share,
         "typical_p": _number(0.001, 1),
         "epsilon_cutoff": share,
         "eta_cutoff": share,
         "repetition_penalty": _number(0.01, 10),
-        "no_repeat_ngram_size": _number(0, 100, whole=True),
-        "stop_strings": _stops,
+        "no_repeat_ngram_size": _whole(0, 100),
+        "stop_strings": Stops,
     }
 
 
-def _check(given: dict[str, Any], known: dict[str, Check], where: str) -> None:
-    for field, check in known.items():
-        if field in given and (expected := check(given[field])) is not None:
-            raise Refused(f"Expected `{where}{field}` to be {expected}, got {short(given[field])}.")
+def _check(given: dict[str, Any], known: dict[str, Any], where: str) -> None:
+    for field in filter(given.__contains__, known):
+        try:
+            TypeAdapter(known[field]).validate_python(given[field], strict=True, extra="forbid")
+        except ValidationError as error:
+            why = "; or ".join(dict.fromkeys(each["msg"] for each in error.errors()[:3]))
+            raise Refused(f"`{where}{field}` is {short(given[field])}: {why[:300]}.") from error

@@ -20,11 +20,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from ..processing.chat_templates import check_template
-from ..utils.tensor_checks import type_name
 from .answering import Answer, Answering
-from .request_errors import error_json, told
-from .request_limits import InFlight, RequestLimits, ServerLimits
+from .request_limits import RequestLimits, ServerLimits, error_json, told
 from .request_pictures import open_pictures
 from .served_requests import Asked, read_request
 
@@ -49,14 +46,9 @@ def build_app(
     app.add_middleware(
         RequestLimits,
         most=limits.max_request_bytes or limits.room_for_images,
+        most_requests=limits.max_requests,
         remedy="Send fewer or smaller images, or raise the limit of the server: `hf-xattn serve --max-request-mib`.",
-        error=error_json,
-    )
-    app.add_middleware(  # the outer one: bodies that are read count too
-        InFlight,
-        most=limits.max_requests,
-        remedy="The operator sets another number with `hf-xattn serve --max-requests`.",
-        error=error_json,
+        remedy_for_many="The operator sets another number with `hf-xattn serve --max-requests`.",
     )
 
     @app.get("/health")
@@ -134,14 +126,6 @@ async def _events(pieces: AsyncGenerator[str | Answer, None], asked: Asked, name
         yield f"data: {json.dumps(error_json(*told(error)))}\n\n"
         return
     yield "data: [DONE]\n\n"
-
-
-def check_answers(name: str, processor: Any) -> None:
-    """Raises a `ValueError` if every request would fail: for a slow tokenizer, or no chat template."""
-    tokenizer = getattr(processor, "tokenizer", processor)
-    if not tokenizer.is_fast:
-        raise ValueError(f"Expected {name} to have a fast tokenizer for serving, got a {type_name(tokenizer)}.")
-    check_template(processor)
 
 
 class Server(uvicorn.Server):

@@ -120,9 +120,5 @@ def _options(params: Any) -> dict[str, Any]:
 
 
 def _prompt(tokens: list[int], images: Any, uuids: Any) -> dict[str, Any]:
-    prompt: dict[str, Any] = {"prompt_token_ids": tokens}
-    if images is not None:
-        prompt["multi_modal_data"] = images
-    if uuids is not None:
-        prompt["multi_modal_uuids"] = uuids
-    return prompt
+    prompt = {"prompt_token_ids": tokens, "multi_modal_data": images, "multi_modal_uuids": uuids}
+    return {name: value for name, value in prompt.items() if value is not None}

@@ -1,4 +1,6 @@
-"""Puts blocks into a decoder of vLLM, and loads the weights of a decoder with additional tokens."""
+"""Puts blocks into a decoder of vLLM, and finds the weights: of a decoder with additional tokens, and of a folder that
+holds only what was added to its bases (`adapter_only=True`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
 
+from ..checkpoints.adapters import PARTS, SmallCheckpoint
 from ..configuration_xattn import XAttnConfig
 from ..decoders.block_stack import blocks_at
 from ..decoders.insertion import BLOCKS
@@ -109,3 +113,31 @@ def with_additional(weights: Weights, served: Decoder, added: int) -> Iterator[t
             stem, kind = name.rsplit(".", 1)
             more = held.get(f"{stem}.additional.{kind}")
             yield name, torch.cat([weight, weight.new_zeros(added, *weight.shape[1:]) if more is None else more])
+
+
+def weights_of_folder(name: str, revision: str | None) -> Iterator[tuple[str, torch.Tensor]] | None:
+    """All weights of such a model, under the names of a whole folder. None for any other folder.
+
+    Raises:
+        ValueError, OSError: for a base that is gone, cannot be loaded or is another one, and a damaged folder.
+    """
+    saved = SmallCheckpoint.find(name, {} if revision is None else {"revision": revision})
+    return None if saved is None else _weights(saved)
+
+
+def _weights(saved: SmallCheckpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    added = saved.added()
+    for _, argument, load in PARTS:
+        record: Any = saved.manifest.get(argument)
+        if record is None:
+            continue
+        base, prefix = saved.base(argument, load, None, {}), record["prefix"]
+        weights = saved.kept(argument, base)
+        for name in list(added):
+            own = name.removeprefix(prefix)
+            if own != name and own in weights:
+                weights[own] = added.pop(name)
+        # Under the names on disk: transformers holds the experts of a layer in one tensor.
+        for name, weight in revert_weight_conversion(base, weights).items():
+            yield prefix + name, weight
+    yield from added.items()

@@ -80,32 +80,20 @@ class XAttnEngineConfig(VerifyAndUpdateConfig):
 
 def _refused_options(vllm_config: Any) -> list[tuple[str, str]]:
     """Options of the engine that are not served, and why."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    found = {
-        f"`pipeline_parallel_size={parallel.pipeline_parallel_size}`": (
-            parallel.pipeline_parallel_size > 1,
-            "only the first stage would get the images",
-        ),
-        f"`decode_context_parallel_size={parallel.decode_context_parallel_size}`": (
-            parallel.decode_context_parallel_size > 1,
-            "keys and values of images are not split",
-        ),
-        "`enable_dbo`": (parallel.enable_dbo, "a step is not split"),
-        "`speculative_config`": (vllm_config.speculative_config is not None, "drafts were not compared"),
-        f"`quantization={model.quantization!r}`": (
-            model.quantization is not None,
-            "quantized weights were not compared",
-        ),
-        f"`kv_cache_dtype={vllm_config.cache_config.cache_dtype!r}`": (
-            vllm_config.cache_config.cache_dtype not in ("auto", "float32", "bfloat16", "float16"),
-            "a rounded cache was not compared",
-        ),
-        "`VLLM_USE_V2_MODEL_RUNNER`": (
-            vllm_config.use_v2_model_runner,
-            "it was not compared. Set VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
-    }
-    return [(option, reason) for option, (given, reason) in found.items() if given]
+    parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
+    pipeline, context = parallel.pipeline_parallel_size, parallel.decode_context_parallel_size
+    rounded = cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16")
+    unlike = "was not compared"
+    found = [
+        (pipeline > 1, f"`pipeline_parallel_size={pipeline}`", "only the first stage would get the images"),
+        (context > 1, f"`decode_context_parallel_size={context}`", "keys and values of images are not split"),
+        (parallel.enable_dbo, "`enable_dbo`", "a step is not split"),
+        (vllm_config.speculative_config is not None, "`speculative_config`", f"drafting {unlike}"),
+        (model.quantization is not None, f"`quantization={model.quantization!r}`", f"quantization {unlike}"),
+        (rounded, f"`kv_cache_dtype={cache.cache_dtype!r}`", f"a rounded cache {unlike}"),
+        (vllm_config.use_v2_model_runner, "`VLLM_USE_V2_MODEL_RUNNER`", f"it {unlike}. Set VLLM_USE_V2_MODEL_RUNNER=0"),
+    ]
+    return [(option, reason) for given, option, reason in found if given]
 
 
 def repair_order() -> None:

@@ -22,12 +22,11 @@ from ..parts.tiles import Tiles
 from ..processing_xattn import TILE_INPUTS
 from ..utils.architectures import TILED_VISION_TYPES
 from .block import STEP, Block
-from .decoders import block_weight, insert, with_additional
+from .decoders import block_weight, insert, weights_of_folder, with_additional
 from .engine import repair_order
-from .folders import weights_of_folder
 from .image_features import DEFAULT_BYTES, OPTION, ImageFeatures
 from .mllama import as_saved, is_mllama
-from .requests import IMAGE, XAttnDummyInputs, XAttnMultiModalProcessor, XAttnProcessingInfo
+from .requests import XAttnDummyInputs, XAttnMultiModalProcessor, XAttnProcessingInfo
 from .served import DECODERS, check_served
 from .steps import Images, read_step, read_step_with_images, with_real
 
@@ -165,8 +164,11 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
                     raise ValueError(f"Expected weights of a model that hf_xattn saved, got {name!r}.")
                 elif (in_block := block_weight(rest)) is None:
                     yield rest, weight
+                elif (place := f"language_model.{in_block}") in own:
+                    getattr(own[place], "weight_loader", default_weight_loader)(own[place], weight)
+                    loaded.add(place)
                 else:
-                    loaded.add(self._load_block(own, f"language_model.{in_block}", weight))
+                    raise ValueError(f"The checkpoint has a weight of a block without a place: {place}.")
 
         added = with_additional(of_decoder(), self.served, self.config.additional_vocab_size)
         of_text = self.language_model.load_weights(added)
@@ -176,21 +178,7 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
             named = named_as_in_memory(module, given)
             module.load_state_dict(dict(named), strict=True)
             loaded |= {f"{part}.{name}" for name in module.state_dict()}
-        missing = [name for name in own if _is_of_block(name) and name not in loaded]
+        missing = [name for name in own if block_weight(name) is not None and name not in loaded]
         if missing:
             raise ValueError(f"The checkpoint lacks {len(missing)} weights of the blocks: {', '.join(missing[:5])}.")
         return loaded
-
-    def _load_block(self, own: dict[str, nn.Parameter], name: str, weight: torch.Tensor) -> str:
-        if name not in own:
-            raise ValueError(f"The checkpoint has a weight of a block without a place: {name}.")
-        load = getattr(own[name], "weight_loader", default_weight_loader)
-        load(own[name], weight)
-        return name
-
-
-def _is_of_block(name: str) -> bool:
-    return block_weight(name) is not None
-
-
-__all__ = ["IMAGE", "XAttnForVLLM"]

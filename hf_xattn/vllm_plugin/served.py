@@ -1,7 +1,7 @@
 """What of a model is served on vLLM. What is not is refused by name when the model loads. Imports no vLLM.
 
 An engine that leaves something out would give wrong text without an error. So every field of the configurations stands
-in a table here, and a field that stands in none must have its default.
+in a table of `tests/vllm_plugin/test_served.py`: a new one must be served, or refused here, before it is added there.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
-from ..utils.config_checks import own_fields
+from ..configuration_xattn import XAttnConfig
 from ..utils.parts import named_parts
 
 
@@ -43,43 +42,7 @@ DECODERS = {
 SCALED = ("gemma2", "gemma3_text")  # those that multiply what their embedding returns
 
 
-# The fields of a model, a perceiver and a block whose every value is served, but for what [`why_not_served`] names.
-FIELDS = (
-    (
-        CrossAttentionConfig,
-        frozenset(
-            """
-            hidden_size num_attention_heads context_size num_key_value_heads head_dim intermediate_size qk_norm_eps
-            hidden_act mlp_type norm_type norm_eps attention_bias mlp_bias attention_dropout gate gate_options
-            gate_granularity gate_init zero_init qk_norm context_norm quiet_softmax initializer_range position_bias
-            position_bias_num_buckets position_bias_max_distance position position_options
-            """.split()
-        ),
-    ),
-    (
-        PerceiverConfig,
-        frozenset(
-            """
-            hidden_size intermediate_size num_latents num_image_positions num_hidden_layers num_attention_heads head_dim
-            hidden_act qk_norm norm_eps
-            """.split()
-        ),
-    ),
-    (
-        XAttnConfig,
-        frozenset(
-            """
-            text_config vision_config cross_attention_config cross_attention_layers perceiver_config image_token_id
-            image_visibility additional_vocab_size additional_vocab_in_head additional_vocab_scaled connector_type
-            connector_options connector_hidden_act connector_bias vision_feature_select_strategy vision_feature_layer
-            vision_hidden_size source_config
-            """.split()
-        ),
-    ),
-)
-
-
-def why_not_served(config: PreTrainedConfig) -> str | None:
+def _why_not_served(config: PreTrainedConfig) -> str | None:
     """Why a model with this configuration is not served on vLLM, or None."""
     if not isinstance(config, XAttnConfig):
         return f"a configuration of type {type(config).__name__}"
@@ -98,16 +61,12 @@ def why_not_served(config: PreTrainedConfig) -> str | None:
     for parts, name in named_parts(config):
         if parts.is_own(name):
             return f"`{parts.field}={name!r}`, a {parts.kind} of your own"
-    for part, (config_class, known) in zip((block, config.perceiver_config, config), FIELDS):
-        for name, default in own_fields(config_class).items() if part is not None else ():
-            if name not in known and getattr(part, name) != default:
-                return f"`{name}={getattr(part, name)!r}`, which this version does not know how to serve"
     return None
 
 
 def check_served(config: PreTrainedConfig) -> None:
     """Raises a `ValueError` that names what of a model is not served on vLLM."""
-    if reason := why_not_served(config):
+    if reason := _why_not_served(config):
         raise ValueError(f"hf_xattn does not serve this model on vLLM, because of {reason}. `hf-xattn serve` does.")
 
 

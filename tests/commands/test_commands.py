@@ -221,7 +221,7 @@ def test_a_model_that_was_saved_with_a_tokenizer_alone(saved, tmp_path, capsys):
     status, out, error = run(capsys, "generate", tmp_path / "model", *question)
     assert status == 0 and out.strip(), error
     status, _, error = run(capsys, "generate", tmp_path / "model", "--image", saved / "picture.png", *question)
-    assert status == 2 and "saved without one" in error
+    assert status == 2 and "saved without an image processor" in error
 
 
 def test_pictures_of_commands(saved, capsys, tmp_path):

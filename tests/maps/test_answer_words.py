@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_xattn.maps.words import words_of
+from hf_xattn.maps.answer_maps import words_of
 
 
 def byte_tokenizer():

@@ -7,7 +7,7 @@ from PIL import Image
 
 from helpers.models.tiny_models import make_model, pixels, token_ids
 from hf_xattn import attention_maps
-from hf_xattn.maps.heat import COLOUR, OPACITY, SIDE, lit, looks
+from hf_xattn.maps.answer_maps import COLOUR, OPACITY, SIDE, lit, looks
 
 
 def expected(picture, heat, covered=(1.0, 1.0)):

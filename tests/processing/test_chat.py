@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoProcessor, ByT5Tokenizer, LlavaProcessor
+from transformers import AutoProcessor, LlavaProcessor
 
 from helpers.inputs.chat_templates import LOOP, SEEING, TALK, TEXT_TEMPLATES, image, make_picture, make_processor, text
 from helpers.models.template_models import CHATML
@@ -156,12 +156,10 @@ def test_wrong_keywords_are_named():
             processor.apply_chat_template(TALK, tokenize=True, **options)
     with pytest.raises(TypeError, match="add_generation_promt"):
         processor.apply_chat_template(TALK, add_generation_promt=True)
-    with pytest.raises(TypeError, match="`chat_template` to be a str, got int"):
-        processor.apply_chat_template(TALK, chat_template=3)
     with pytest.raises(ValueError, match="does not show"):
         processor.apply_chat_template(TALK, chat_template="tool_use")  # no template of that name
     for other in ("add_generation_prompt", "return_assistant_tokens_mask"):
-        with pytest.raises(ValueError, match=f"`continue_final_message` without .*`{other}=True`"):
+        with pytest.raises(ValueError, match=f"`continue_final_message` without .*`{other}`"):
             processor.apply_chat_template(TALK, continue_final_message=True, **{other: True})
 
 
@@ -187,13 +185,6 @@ def test_assistant_masks():
         lists = processor.apply_chat_template(chats, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         assert [sum(mask) for mask in lists["assistant_masks"]] == made["assistant_masks"].sum(-1).tolist()
         assert [len(mask) for mask in lists["assistant_masks"]] == [len(ids) for ids in lists["input_ids"]]
-
-
-def test_assistant_masks_of_a_slow_tokenizer():
-    """An error from inside a tokenizer, which names none of the caller's arguments."""
-    processor = XAttnProcessor(make_processor(TEXT_TEMPLATES["trim"]).image_processor, ByT5Tokenizer())
-    with pytest.raises(ValueError, match="`return_assistant_tokens_mask` needs a fast tokenizer.*ByT5Tokenizer"):
-        processor.apply_chat_template(TALK[1:2], tokenize=True, return_assistant_tokens_mask=True)
 
 
 def test_saved_and_loaded(tmp_path):

@@ -112,7 +112,7 @@ IMAGE = "IMAGE"
 WRONG = {
     "swapped": (("a dog", IMAGE), {}, "`text`.*str.*got PIL.Image.Image.*`images` is the first"),
     "swapped_lists": ((["a"], [IMAGE]), {}, "`text`.*list with PIL.Image.Image.*`images` is the first"),
-    "text_type": ((), {"text": 3}, "`text`.*str or a list of str, got int"),
+    "text_type": ((), {"text": 3}, "`text`.*str or a list of one str or more, got int"),
     "text_entry": ((), {"text": ["a", None]}, "`text`.*got a list with NoneType"),
     "image_type": ((3, "a"), {}, "`images`.*PIL, numpy, torch.*got int"),
     "image_entry": (([3], ["a"]), {}, "`images`.*got int"),
@@ -121,9 +121,8 @@ WRONG = {
     "nested": ((), {"text": "a", "text_kwargs": {"paddin": True}}, "`paddin`. Did you mean `padding`"),
     "size_type": ((), {"text": "a", "images": IMAGE, "do_resize": "yes"}, "do_resize.*bool"),
     "twice_nested": ((), {"text": "a", "images_kwargs": {"padding": True}}, "`padding`"),
-    "nested_type": ((), {"text": "a", "images_kwargs": 3}, "`images_kwargs` to be a dict, got int"),
-    "audio": ((), {"text": "a", "audio": [0.0]}, "got `audio`"),
-    "audio_kwargs": ((), {"text": "a", "audio_kwargs": {"sampling_rate": 1}}, "got `audio`"),
+    "audio": ((), {"text": "a", "audio": [0.0]}, "argument `audio`"),
+    "audio_kwargs": ((), {"text": "a", "audio_kwargs": {"sampling_rate": 1}}, "argument `audio_kwargs`"),
     "video": ((), {"text": "a", "videos": [3]}, "`videos`.*array of frames.*got int"),
     "dtype": ((), {"text": "a", "images": np.full((4, 4, 3), "x")}, "`images` to hold numbers"),
 }
@@ -153,7 +152,7 @@ def test_errors(parts):
         processor(images=[[picture], [picture]], text="a")
     with pytest.raises(ValueError, match="`text`, `images` or both"):
         processor()
-    with pytest.raises(ValueError, match="`text` to be one text or more, got an empty list"):
+    with pytest.raises(TypeError, match="`text` to be .* one str or more, got an empty list"):
         processor(text=[])
     with pytest.raises(ValueError, match="`images` to have one entry for each text, got an empty list"):
         processor(images=[], text=["a", "dog"])
@@ -163,12 +162,8 @@ def test_errors(parts):
         processor("a dog")
     with pytest.raises(ValueError, match="return_tensors.*tf"):
         processor(text="a", return_tensors="tf")
-    with pytest.raises(ValueError, match="image_processor"):
-        XAttnProcessor(None, tokenizer)
     with pytest.raises(ValueError, match="<image>.*vocabulary"):
         XAttnProcessor(image_processor, tokenizer, image_token="<image>")
-    with pytest.raises(ValueError, match="tokenizer"):
-        XAttnProcessor(image_processor)
     marked = AutoTokenizer.from_pretrained(folder / "text")
     marked.add_tokens(["<image>"], special_tokens=True)
     processor = XAttnProcessor(image_processor, marked, image_token="<image>")

@@ -26,7 +26,7 @@ from hf_xattn.parts.towers import vision_model_types, why_no_tower
 from hf_xattn.utils.architectures import ARCHITECTURES, architecture, causal_model_types, markdown_table
 from hf_xattn.utils.towers import UNTESTED
 from hf_xattn.utils.transformers_api import NEWEST, OLDEST, PACKAGES, PRIVATE, REPAIRED, is_before
-from hf_xattn.vllm_plugin import vllm_api
+from hf_xattn.vllm_plugin import plugin
 
 
 README = (ROOT / "README.md").read_text()
@@ -201,7 +201,7 @@ def test_tested_versions():
     rows, project = rows_of("versions"), (ROOT / "pyproject.toml").read_text()
     assert list(rows) == list(PACKAGES)
     assert rows["transformers"].startswith(f"{OLDEST} to {NEWEST} | ")
-    assert rows["vllm"].startswith(f"{vllm_api.NEWEST} | ")
+    assert rows["vllm"].startswith(f"{plugin.NEWEST} | ")
     for name, row in rows.items():
         oldest = re.search(rf'"{name}>=([\d.]+)', project)
         assert oldest is not None and Version(oldest[1]) <= Version(re.findall(r"[\d.]+", row)[0]), name

@@ -15,7 +15,7 @@ from hf_xattn.importers.blocks import read_state_dict
 from hf_xattn.processing.image_limits import LIMITS
 from hf_xattn.processing.image_reading import read_image
 from hf_xattn.serving.request_limits import ServerLimits
-from hf_xattn.serving.web.visitors import MAX_BYTES, MAX_PIXELS
+from hf_xattn.serving.web_visitors import MAX_BYTES, MAX_PIXELS
 
 
 GUIDE = (ROOT / "examples" / "chat_and_serving" / "README.md").read_text()

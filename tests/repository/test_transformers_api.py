@@ -15,7 +15,7 @@ import hf_xattn
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.utils import transformers_api
 from hf_xattn.utils.transformers_api import NEWEST, OLDEST, PRIVATE, exists, warn_of_version
-from hf_xattn.vllm_plugin import vllm_api
+from hf_xattn.vllm_plugin import plugin
 
 
 PACKAGE = Path(hf_xattn.__file__).parent
@@ -55,7 +55,7 @@ def test_attributes_are_listed():
     """A private attribute of transformers that the code reads or writes, and that a new release
     may rename unnoticed.
     """
-    known = set(PRIVATE) | set(vllm_api.PRIVATE) | OF_OTHERS | own_names()
+    known = set(PRIVATE) | set(plugin.PRIVATE) | OF_OTHERS | own_names()
     unlisted = {}
     for path, tree in trees().items():
         for node in ast.walk(tree):

@@ -14,7 +14,7 @@ from helpers.models.chat_models import drawing, question
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 from helpers.processes.model_server import TEXT, Served, asked, openai
-from hf_xattn.serving import fetching
+from hf_xattn.serving import request_pictures
 
 
 SLOW = 200  # bytes, which take ten seconds
@@ -197,12 +197,12 @@ def test_a_name_that_changes_its_address(public_ones, pages, monkeypatch):
 
 def test_redirects_are_checked(public_ones, pages, monkeypatch):
     """A public address that leads to a private one."""
-    real, places = fetching.pinned, iter([(f"http://127.0.0.1:{pages}/inside", {})])
+    real, places = request_pictures.pinned, iter([(f"http://127.0.0.1:{pages}/inside", {})])
 
     async def pinned(url):
         return next(places, None) or await real(url)
 
-    monkeypatch.setattr(fetching, "pinned", pinned)
+    monkeypatch.setattr(request_pictures, "pinned", pinned)
     with pytest.raises(openai.BadRequestError, match="of this machine"):
         public_ones.ask([asked(TEXT, "http://example.com/a.png")])
     assert Pages.asked == ["/inside"]
@@ -219,4 +219,4 @@ def test_redirects_are_checked(public_ones, pages, monkeypatch):
 )  # fmt: skip
 def test_public_addresses(address, public):
     """A way to write a private address that is not known as one."""
-    assert fetching.is_public(address) is public
+    assert request_pictures.is_public(address) is public

@@ -20,9 +20,8 @@ from huggingface_hub.utils import httpx
 
 from helpers.processes.model_server import TEXT, Served, asked
 from hf_xattn.serving import served_requests
-from hf_xattn.serving.answering import _Pieces
+from hf_xattn.serving.answering import _Pieces, place_of_stop, shown_length
 from hf_xattn.serving.request_limits import ServerLimits
-from hf_xattn.serving.stop_strings import place_of_stop, shown_length
 
 
 CHAT = "/v1/chat/completions"

@@ -186,7 +186,7 @@ def test_an_error_of_the_model_has_words(served, monkeypatch, caplog, case):
     def fail(*args, **kwargs):
         raise error
 
-    logger = logging.getLogger("hf_xattn.serving.request_errors")
+    logger = logging.getLogger("hf_xattn.serving.request_limits")
     with monkeypatch.context() as patched:
         patched.setattr(served.model, "generate", fail)
         patched.setattr(logger, "propagate", True)
@@ -227,7 +227,7 @@ def test_streams_end_as_those_of_the_api(served, usage):
 def test_stream_options_that_are_not_known(served):
     """An option that is dropped without a word."""
     for options in ({"include": True}, {"include_usage": "yes"}, True):
-        with pytest.raises(openai.BadRequestError, match="Expected `stream_options` to be"):
+        with pytest.raises(openai.BadRequestError, match="`stream_options` is"):
             served.ask([asked(TEXT)], stream=True, extra_body={"stream_options": options})
 
 

@@ -28,8 +28,8 @@ from helpers.processes.web_visitor import Refused, WebVisitor
 from hf_xattn.checkpoints.model_card import write_model_card
 from hf_xattn.commands.main import main
 from hf_xattn.commands.servers import address_of
-from hf_xattn.serving.web import build_page, visitors
-from hf_xattn.serving.web.page import MAX_QUEUE, MAX_REQUEST
+from hf_xattn.serving import web_visitors as visitors
+from hf_xattn.serving.web import MAX_QUEUE, MAX_REQUEST, build_page
 
 
 TEXT = "what is in the picture ?"

@@ -14,8 +14,8 @@ from transformers import (
 
 from helpers.models.chat_models import NEW_TOKENS, answer, drawing, question
 from hf_xattn import attention_maps
-from hf_xattn.serving.web import visitors as module
-from hf_xattn.serving.web.visitors import Visitors, drawing_for, read_picture
+from hf_xattn.serving import web_visitors as module
+from hf_xattn.serving.web_visitors import Visitors, drawing_for, read_picture
 
 
 TEXT = "what is in the picture ?"

@@ -21,7 +21,7 @@ from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFI
 
 from helpers.processes.engine_models import save_model, save_with_base
 from hf_xattn import XAttnConfig
-from hf_xattn.vllm_plugin import plugin, vllm_api
+from hf_xattn.vllm_plugin import plugin
 
 
 TABLES = (
@@ -32,8 +32,8 @@ TABLES = (
     of_configs._CONFIG_FORMAT_TO_CONFIG_PARSER,
     MODEL_ARCH_CONFIG_CONVERTORS,
 )
-LISTED = [(module, name) for module, names in vllm_api.NAMES.items() for name in names.split()]
-LISTED += [(owner.rpartition(".")[0], name) for name, owner in vllm_api.PRIVATE.items()]
+LISTED = [(module, name) for module, names in plugin.NAMES.items() for name in names.split()]
+LISTED += [(owner.rpartition(".")[0], name) for name, owner in plugin.PRIVATE.items()]
 # What `register` imports: the model's own modules are imported when such a model loads.
 IMPORTED = [
     (module, name)
@@ -66,7 +66,7 @@ def registered(caplog, monkeypatch):
 
     def call():
         for name in [name for name in sys.modules if name.startswith("hf_xattn.vllm_plugin.")]:
-            if name not in (plugin.__name__, vllm_api.__name__):
+            if name != plugin.__name__:
                 monkeypatch.delitem(sys.modules, name)
         plugin.register()
         changed = [dict(table) for table in TABLES] != before
@@ -99,9 +99,9 @@ def test_all_is_there(registered, folder):
 @pytest.mark.parametrize("module, name", LISTED)
 def test_a_name_that_vllm_lacks(module, name, registered, folder, monkeypatch):
     """A release without a name that is used: an engine that does not start, or a model that fails half-way."""
-    original = vllm_api.source
+    original = plugin.source
     monkeypatch.setattr(
-        vllm_api, "source", lambda asked: original(asked).replace(name, "") if asked == module else original(asked)
+        plugin, "source", lambda asked: original(asked).replace(name, "") if asked == module else original(asked)
     )
     check_refused(registered, folder, f"`{name}` of `{module}`")
 
@@ -129,7 +129,7 @@ def test_a_registration_that_fails(registered, folder, monkeypatch):
     check_refused(registered, folder, "TypeError: takes 2 arguments")
 
 
-LACKS_A_NAME = "from hf_xattn.vllm_plugin import vllm_api\nvllm_api.NAMES['vllm.config'] = 'GoneFromHere'\n"
+LACKS_A_NAME = "from hf_xattn.vllm_plugin import plugin\nplugin.NAMES['vllm.config'] = 'GoneFromHere'\n"
 BROKEN_IMPORT = "import sys\nsys.modules['hf_xattn.modeling_xattn'] = None\n"
 
 

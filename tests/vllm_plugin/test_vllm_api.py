@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import hf_xattn
-from hf_xattn.vllm_plugin.vllm_api import NAMES, PRIVATE
+from hf_xattn.vllm_plugin.plugin import NAMES, PRIVATE
 
 
 PACKAGE = Path(hf_xattn.__file__).parent

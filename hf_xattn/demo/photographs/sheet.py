@@ -18,9 +18,8 @@ from ...data.rows import text_of
 from ...evaluation.answers import ARTICLES, normalised
 from ...evaluation.evaluation import inputs_of
 from ...evaluation.questions import Question
+from ...maps.answer_maps import Word, lit, words_of
 from ...maps.attention_maps import AttentionMaps, attention_maps
-from ...maps.heat import lit
-from ...maps.words import Word, words_of
 from ...processing.image_reading import read_image
 
 

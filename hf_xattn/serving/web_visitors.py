@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
-from ...maps.attention_maps import AttentionMaps
-from ...maps.heat import looks
-from ...processing.chat_templates import check_template
-from ...processing.image_reading import open_image, read_image
-from ..chat_session import Answer, ChatSession
+from ..maps.answer_maps import looks
+from ..maps.attention_maps import AttentionMaps
+from ..processing.chat_templates import check_template
+from ..processing.image_reading import open_image, read_image
+from .chat_session import Answer, ChatSession
 
 
 if TYPE_CHECKING:
-    from ...modeling_xattn import XAttnForConditionalGeneration
+    from ..modeling_xattn import XAttnForConditionalGeneration
 
 MAX_VISITORS = 256  # conversations that are kept
 MAX_CACHES = 8  # conversations whose cache of the text is kept
