@@ -237,15 +237,3 @@ def test_folders_of_the_first_format(vision, tmp_path):
     manifest |= {"format": 1, "files": {name: {"sha256": "0" * 64, "bytes": 1} for name in names}}
     (folder / MANIFEST).write_text(json.dumps(manifest))
     same_model(model, AutoModelForImageTextToText.from_pretrained(folder))
-
-
-def test_entries_about_weights_that_the_base_does_not_have(vision, tmp_path):
-    """An entry of the manifest that is overlooked."""
-    folder = tmp_path / "added"
-    make(tmp_path, vision).save_pretrained(folder, adapter_only=True)
-    whole = json.loads((folder / MANIFEST).read_text())
-    for entry in ({"absent": ["nonsense"]}, {"dtypes": {"nonsense": "float16"}}):
-        manifest = {**whole, "text_base": {**whole["text_base"], **entry}}
-        (folder / MANIFEST).write_text(json.dumps(manifest))
-        with pytest.raises(ValueError, match="is damaged: `text_base` names 'nonsense', which its base does not have"):
-            AutoModelForImageTextToText.from_pretrained(folder)

@@ -82,7 +82,7 @@ def test_wrong_sources_are_refused(tmp_path):
     (source / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     refused("'llama' model, which cannot be imported", output=tmp_path / "new")
     (source / "config.json").unlink()
-    refused("no config.json", output=tmp_path / "new")
+    refused("config.json", output=tmp_path / "new")
     source = tmp_path / "nowhere"
     refused("nowhere", output=tmp_path / "new")
 
