@@ -305,7 +305,13 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         if chat_template is not None:
             return named.get(chat_template, chat_template)
         if isinstance(own, dict):
-            return named["tool_use" if tools is not None and "tool_use" in named else "default"]
+            name = "tool_use" if tools is not None and "tool_use" in named else "default"
+            if name not in named:
+                raise ValueError(
+                    "Expected `chat_template` to name one of the processor's templates, because none of them is called "
+                    f"'default': {sorted(named)}; got None."
+                )
+            return named[name]
         return default_template(self.tokenizer) if own is None else own
 
     def _merged(self, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def parts(tmp_path_factory):
 
 
 def plan(language_model, output, **options):
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
     return _parser().parse_args(["demo", "--language-model", str(language_model), "--output", str(output), *words])
 
 
