@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import hf_xattn
-from helpers.inputs.properties import MARKER, model_of, run, slow_seed, tensor
+from helpers.conversations.bank import MARKER, bank
+from helpers.inputs.properties import run, slow_seed, tensor
 from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock, XAttnConfig
 from hf_xattn.configuration_xattn import PerceiverConfig
 
@@ -73,7 +74,7 @@ def call_of(draw: random.Random) -> tuple[Any, dict[str, Any]]:
     """A method of a model, and arguments that fit."""
     rule = draw.choice(["all", "all", "latest"])
     decoder = draw.choice(["llama", "gpt2"])
-    model = model_of(decoder, rule, draw.choice(["default", "one K/V head, quiet", "positions"]))
+    model = bank(decoder, rule, draw.choice(["default", "one K/V head, quiet", "positions"])).model
     rows, length, images = draw.randint(1, 2), draw.randint(3, 6), draw.randint(1, 2)
     ids = torch.tensor([[MARKER] * images + [draw.randint(4, 95) for _ in range(length)] for _ in range(rows)])
     length += images
@@ -199,7 +200,7 @@ def configurations_are_refused_by_us(seed: int) -> None:
     }[made]
     given = {name: draw.choice(VALUES) for name in draw.sample(fields, draw.randint(1, 3))}
     if made is XAttnConfig:
-        given.setdefault("text_config", model_of("llama", "all", "default").config.text_config)
+        given.setdefault("text_config", bank("llama", "all").model.config.text_config)
     try:
         config = made(**given)
         if (
