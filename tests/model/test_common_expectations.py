@@ -120,18 +120,6 @@ def test_gradients_of_hidden_states_and_attentions(base):
     assert all(each.grad is not None and each.grad.abs().sum() > 0 for each in kept)
 
 
-@torch.no_grad()
-def test_experts_report_in_both_classes():
-    """Router logits that the base alone returns, asked for by an argument or by the configuration."""
-    for made in CLASSES:
-        model, given = build("experts", "siglip", made), inputs_for("siglip")
-        assert model(**given).get("router_logits") is None
-        asked = model(**given, output_router_logits=True).router_logits
-        model.config.text_config.output_router_logits = True
-        for logits in (asked, model(**given).router_logits):
-            assert len(logits) == LAYERS and all(each.shape == (18, 4) for each in logits)
-
-
 # --- inputs
 
 
@@ -280,24 +268,8 @@ def test_copies(base, tower, tmp_path):
     assert torch.equal(model(**given).logits, expected) and model.config.text_config.vocab_size == VOCAB_SIZE
 
 
-@on_every_base
-def test_offload(base, tmp_path):
-    """Blocks torn from their layer, or a layer that is left without its weights, where memory is short."""
-    model, given = build(base, "siglip"), inputs_for("siglip")
-    model.save_pretrained(tmp_path)
-    size = sum(weight.nbytes for weight in model.parameters())
-    loaded = XAttnForConditionalGeneration.from_pretrained(
-        tmp_path, device_map="auto", max_memory={"cpu": size // 2}, offload_folder=tmp_path / "offload"
-    ).eval()
-    assert {"cpu", "disk"} == set(map(str, loaded.hf_device_map.values()))
-    with torch.no_grad():
-        assert torch.allclose(loaded(**given).logits, model(**given).logits, atol=1e-6)
-    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(loaded.generate(**given, **options), model.generate(**given, **options))
-
-
 @torch.no_grad()
-@on_every_base
+@pytest.mark.parametrize("base", ["dense", "experts"])
 def test_mismatched_sizes(base, tmp_path):
     """Weights of another size that pass without a word; with `ignore_mismatched_sizes`, others that are lost beside
     them.
@@ -364,7 +336,7 @@ def test_initializer_range(tower):
                     )
 
 
-@on_every_base
+@pytest.mark.parametrize("base", ["dense", "hybrid"])
 @pytest.mark.parametrize("made", CLASSES)
 def test_float32_list_is_the_models_own(made, base, tmp_path):
     """A list of the class that names weights which the model does not have, or that one model changes for all."""
@@ -390,25 +362,14 @@ def test_float32_list_is_the_models_own(made, base, tmp_path):
 
 
 @pytest.mark.parametrize(("base", "tower"), [*KINDS, ("dense", "clip"), ("hybrid", "clip")])
-@pytest.mark.parametrize("checkpointed", [None, {"use_reentrant": False}])
-def test_every_weight_gets_a_gradient(base, tower, checkpointed):
-    """Weights that DDP waits for and no loss depends on, such as the last norm of CLIP; other gradients under
-    checkpointing.
-    """
-    found = []
-    for options in (None, checkpointed) if checkpointed else (None,):
-        model = build(base, tower).train()
-        model.requires_grad_(True).train()
-        if options is not None:
-            model.gradient_checkpointing_enable(options)
-        given = inputs_for(tower)
-        model(**given, labels=given["input_ids"], use_cache=False).loss.backward()
-        found.append({name: weight.grad for name, weight in model.named_parameters()})
-    missing = [name for name, gradient in found[-1].items() if gradient is None]
+def test_every_weight_gets_a_gradient(base, tower):
+    """Weights that DDP waits for and no loss depends on, such as the last norm of CLIP."""
+    model = build(base, tower).requires_grad_(True).train()
+    given = inputs_for(tower)
+    model(**given, labels=given["input_ids"], use_cache=False).loss.backward()
+    missing = [name for name, weight in model.named_parameters() if weight.grad is None]
     assert not missing
-    for name, gradient in found[0].items():
-        assert torch.allclose(gradient, found[-1][name], atol=1e-5), name
-        assert gradient.isfinite().all()
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())
 
 
 TOWERS_WITH_MORE = ["vit", "dinov2", "siglip_head", "aimv2", "convnext", "beit"]
@@ -432,18 +393,6 @@ def test_every_weight_of_a_tower_gets_a_gradient(name):
         assert all(gradients) if train else not any(gradients)
     with torch.no_grad():
         assert model.get_image_features(images).pooler_output.grad_fn is None
-
-
-@on_every_base
-def test_shifted_labels(base):
-    """`shift_labels` that are shifted once more, or ignored."""
-    model, given = build(base, "siglip"), inputs_for("siglip")
-    labels = given["input_ids"].clone()
-    labels[0, :4] = -100
-    shifted = torch.cat([labels[:, 1:], torch.full((2, 1), -100)], dim=1)
-    with torch.no_grad():
-        losses = [model(**given, **each).loss for each in ({"labels": labels}, {"shift_labels": shifted})]
-    assert torch.allclose(*losses) and losses[0].isfinite()
 
 
 # --- the class

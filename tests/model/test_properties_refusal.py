@@ -14,27 +14,24 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import hf_xattn
 from helpers.conversations.bank import MARKER, bank
 from helpers.inputs.properties import run, slow_seed, tensor
-from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock, XAttnConfig
-from hf_xattn.configuration_xattn import PerceiverConfig
+from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock
 
 
 PACKAGE = str(Path(hf_xattn.__file__).parent)
-# What transformers checks of its own arguments, and of the fields of a configuration.
-THEIRS = ("transformers/generation", "huggingface_hub/dataclasses")
+THEIRS = ("transformers/generation",)  # what transformers checks of its own arguments
 
 
 def check_refusal(error: Exception, theirs: tuple[str, ...] = ()) -> None:
     """Raises an `AssertionError` for an error that is not one of ours."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     ours = last.startswith(PACKAGE) or any(part in last for part in theirs)
-    if not (ours and isinstance(error, (ValueError, TypeError)) or isinstance(error, StrictDataclassError)):
+    if not (ours and isinstance(error, (ValueError, TypeError))):
         raise AssertionError(f"{type(error).__name__} from {last}: {error}") from error
     assert str(error), "an error without a word"
 
@@ -167,58 +164,10 @@ def blocks_are_refused_by_us(seed: int) -> None:
         check_refusal(error)
 
 
-VALUES = [None, 0, 1, 2, 3, 7, -1, 0.0, 0.5, 1.0, -2.5, 1e-6, float("nan"), float("inf"), True, False]
-VALUES += [
-    "",
-    "none",
-    "tanh",
-    "silu",
-    "rmsnorm",
-    "perceiver",
-    "latest",
-    [],
-    [0],
-    [1, 1],
-    {},
-    {"a": 1},
-    (1, 2),
-    10**12,
-    torch.tensor(3),
-]
-
-
-def configurations_are_refused_by_us(seed: int) -> None:
-    """A field with a value that no branch reads, taken now and failing in a layer."""
-    draw = random.Random(seed)
-    made = draw.choice([CrossAttentionConfig, PerceiverConfig, XAttnConfig])
-    fields = {
-        CrossAttentionConfig: [
-            name for name in CrossAttentionConfig().to_dict() if name in CrossAttentionConfig.__annotations__
-        ],
-        PerceiverConfig: list(PerceiverConfig.__annotations__),
-        XAttnConfig: [name for name in XAttnConfig.__annotations__ if name != "sub_configs_defaults"],
-    }[made]
-    given = {name: draw.choice(VALUES) for name in draw.sample(fields, draw.randint(1, 3))}
-    if made is XAttnConfig:
-        given.setdefault("text_config", bank("llama", "all").model.config.text_config)
-    try:
-        config = made(**given)
-        if (
-            made is CrossAttentionConfig
-            and max(config.hidden_size, config.context_size, config.intermediate_size) < 2**13
-        ):
-            if config.num_attention_heads * config.head_dim < 2**13:
-                with torch.device("meta"):
-                    GatedCrossAttentionBlock(config)
-    except Exception as error:
-        check_refusal(error, THEIRS)
-
-
 # Name: what is checked, how many cases in the default run, and in a slow one.
 PROPERTIES = {
     "calls": (calls_are_refused_by_us, 150, 3000),
     "blocks": (blocks_are_refused_by_us, 60, 500),
-    "configurations": (configurations_are_refused_by_us, 100, 1000),
 }
 SEEDS = st.integers(0, 2**32)
 

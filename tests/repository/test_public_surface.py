@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoTokenizer
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
@@ -32,6 +31,7 @@ from helpers.inputs.surface_images import IMAGE_MASK, MASK, PIXELS, RATIO_IDS, R
 from helpers.inputs.surface_processor import processor_surfaces
 from helpers.models.template_models import make_processor
 from helpers.models.tiny_models import make_model, token_ids
+from helpers.models.word_models import make_text_checkpoint, make_vision_checkpoint
 from hf_xattn import (
     CrossAttentionConfig,
     GatedCrossAttention,
