@@ -42,7 +42,7 @@ def test_rules(rule, expected):
     assert seen(read(row(rule, True, False, True), "tmtmtmt")) == expected
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_latest_group_is_mllamas_rule(seed):
     """Rules out a group that starts or ends elsewhere than in the model it was taken from."""
     rng = random.Random(seed)

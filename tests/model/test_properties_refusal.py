@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 import hf_xattn
 from helpers.conversations.bank import MARKER, bank
 from helpers.inputs.properties import run, slow_seed, tensor
-from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock
 
 
 PACKAGE = str(Path(hf_xattn.__file__).parent)
@@ -146,28 +145,9 @@ def calls_are_refused_by_us(seed: int) -> None:
             raise AssertionError(f"{method.__name__}({shapes}): {wrong}") from error
 
 
-def blocks_are_refused_by_us(seed: int) -> None:
-    """The same for a block on its own."""
-    draw = random.Random(seed)
-    rows, length, tokens = draw.randint(1, 2), draw.randint(1, 4), draw.randint(1, 4)
-    block = GatedCrossAttentionBlock(CrossAttentionConfig(hidden_size=8, context_size=6, num_attention_heads=2)).eval()
-    given: dict[str, Any] = {
-        "hidden_states": tensor(1, rows, length, 8),
-        "cross_attention_states": tensor(2, rows, tokens, 6),
-        "cross_attention_mask": torch.ones(rows, *draw.choice([(), (length,)]), tokens, dtype=torch.bool),
-    }
-    name = draw.choice(list(given))
-    given[name] = damaged(draw, given[name])
-    try:
-        block(**given)
-    except Exception as error:
-        check_refusal(error)
-
-
 # Name: what is checked, how many cases in the default run, and in a slow one.
 PROPERTIES = {
     "calls": (calls_are_refused_by_us, 150, 3000),
-    "blocks": (blocks_are_refused_by_us, 60, 500),
 }
 SEEDS = st.integers(0, 2**32)
 

@@ -21,7 +21,6 @@ from helpers.inputs.surface import (
     Surface,
     Wrong,
     check_case,
-    check_misspelt,
     needs,
     switch,
     tensor,
@@ -212,7 +211,6 @@ SURFACES = {
             cache=value(none=Fine(None), kind=Wrong(((STATES, STATES),), "tuple")),
             image_rows=value(none=Fine(None), kind=ROWS.numpy(), size=Wrong(ROWS, "generate")),
         ),
-        misspelt=(ValueError, TypeError),
         fields={*IMAGE_ARGUMENTS, "inputs", "input_ids", "inputs_embeds", "cache"},
     ),
     "encode_images": Surface(
@@ -287,12 +285,3 @@ CASES = [
 def test_misfits_are_named(name, argument, kind):
     """An argument taken without a word, or an error from deep inside that names nothing."""
     check_case(SURFACES[name], argument, SURFACES[name].rows[argument][kind])
-
-
-MISSPELT = [(name, argument) for name, surface in SURFACES.items() for argument in surface.rows]
-
-
-@pytest.mark.parametrize(("name", "argument"), MISSPELT, ids=["-".join(case) for case in MISSPELT])
-def test_misspelt_names_are_refused(name, argument):
-    """A misspelt argument that is ignored."""
-    check_misspelt(SURFACES[name], argument)

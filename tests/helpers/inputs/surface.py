@@ -18,8 +18,7 @@ import torch
 from hf_xattn.utils.transformers_api import CACHE
 
 
-# None; another type; another number of axes; another size; another dtype; another device; and, for every argument, a
-# misspelt name.
+# None; another type; another number of axes; another size; another dtype; another device.
 KINDS = ("none", "type", "rank", "size", "dtype", "device")
 
 
@@ -48,14 +47,12 @@ class Surface:
         function (`Callable`): its signature is read.
         call (`Callable`): calls it with the arguments that a case gives, beside those that it needs.
         rows (`dict`): for each argument, a value for each of `KINDS`.
-        misspelt (`tuple[type, ...]`): what a misspelt name raises.
         fields (`set[str]`, *optional*): names of the arguments, where no signature holds them.
     """
 
     function: Callable[..., Any]
     call: Callable[..., Any]
     rows: dict[str, dict[str, Any]]
-    misspelt: tuple[type[Exception], ...] = (TypeError,)
     fields: set[str] | None = None
 
     @property
@@ -87,17 +84,6 @@ def check_case(surface: Surface, argument: str, case: Any) -> None:
             assert any(came in message for came in _as_words(value)), f"what came is not named: {message}"
     else:
         raise AssertionError(f"`{argument}` was taken: {_as_words(value)[0]}")
-
-
-def check_misspelt(surface: Surface, argument: str) -> None:
-    """Calls the function with a name that lacks a letter."""
-    name = argument[:-2] + argument[-1]
-    try:
-        surface.call(**{name: None})
-    except surface.misspelt as error:
-        assert re.search(rf"\b{name}\b", str(error)), f"{name!r} is not named: {error}"
-    else:
-        raise AssertionError(f"`{name}` was taken without a word")
 
 
 def _as_words(value: Any) -> list[str]:
