@@ -90,20 +90,15 @@ def test_shapes_of_hidden_states_and_attentions(made, base, tower):
     for each in (model, text):
         each.set_attn_implementation("eager")
     expected = text(given["input_ids"], **asked)
-    by_config = build(base, tower, made, random=False)
-    by_config.load_state_dict(model.state_dict())
-    by_config.set_attn_implementation("eager")
-    for config in (by_config.config, by_config.config.text_config):
-        config.output_hidden_states = config.output_attentions = True
-    for outputs in (model(**given, **asked), by_config(**given)):
-        assert len(outputs.hidden_states) == len(expected.hidden_states) == LAYERS + 1
-        assert all(each.shape == (2, 9, WIDTH) for each in outputs.hidden_states)
-        assert all(map(torch.equal, outputs.hidden_states, expected.hidden_states))
-        assert len(outputs.attentions) == len(expected.attentions) == (1 if base == "hybrid" else LAYERS)
-        assert all(each.shape == (2, HEADS, 9, 9) for each in outputs.attentions)
-        assert all(map(torch.equal, outputs.attentions, expected.attentions))
-        tokens = 16 if tower != "none" else 5
-        assert [tuple(each.shape) for each in outputs.cross_attentions] == [(2, HEADS, 9, tokens)] * 2
+    outputs = model(**given, **asked)
+    assert len(outputs.hidden_states) == len(expected.hidden_states) == LAYERS + 1
+    assert all(each.shape == (2, 9, WIDTH) for each in outputs.hidden_states)
+    assert all(map(torch.equal, outputs.hidden_states, expected.hidden_states))
+    assert len(outputs.attentions) == len(expected.attentions) == (1 if base == "hybrid" else LAYERS)
+    assert all(each.shape == (2, HEADS, 9, 9) for each in outputs.attentions)
+    assert all(map(torch.equal, outputs.attentions, expected.attentions))
+    tokens = 16 if tower != "none" else 5
+    assert [tuple(each.shape) for each in outputs.cross_attentions] == [(2, HEADS, 9, tokens)] * 2
     assert model(**given).hidden_states is None and model(**given).attentions is None
 
 

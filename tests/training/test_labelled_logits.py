@@ -39,7 +39,7 @@ def losses(model, folder, given=ITEMS, n_gpu=None):
     return *computed, heads
 
 
-# Heads of every kind: plain, scaled, capped, with a bias, behind experts, behind states, and of layers that fetch images.
+# Heads of every kind: plain, scaled, capped, with a bias, behind experts, states, and layers that fetch images.
 FEW = {"llama", "gemma2", "cohere", "gptj", "gpt2", "bloom", "mixtral", "mamba2", "jamba", "granite", "opt", "codegen"}
 
 
