@@ -15,19 +15,25 @@ from transformers import AutoTokenizer
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from helpers.inputs.surface import (
+    IMAGE_MASK,
     KINDS,
+    MASK,
     NOTHING,
+    PIXELS,
+    RATIO_IDS,
+    RATIO_MASK,
+    ROWS,
+    STATES,
     Fine,
     Surface,
     Wrong,
     check_case,
+    image_rows,
     needs,
     switch,
     tensor,
     value,
 )
-from helpers.inputs.surface_images import IMAGE_MASK, MASK, PIXELS, RATIO_IDS, RATIO_MASK, ROWS, STATES, image_rows
-from helpers.inputs.surface_processor import processor_surfaces
 from helpers.models.template_models import make_processor
 from helpers.models.tiny_models import make_model, token_ids
 from helpers.models.word_models import make_text_checkpoint, make_vision_checkpoint
@@ -38,6 +44,7 @@ from hf_xattn import (
     XAttnDataCollator,
     XAttnForConditionalGeneration,
     XAttnModel,
+    XAttnProcessor,
     importers,
 )
 from hf_xattn.cache import image_cache
@@ -187,6 +194,17 @@ def call_cache(function, **given):
 ENCODED = value(none=None, kind=[1], size=EncoderDecoderCache(DynamicCache(), DynamicCache()))
 
 
+def call_processor(**given):
+    made = XAttnProcessor(**parts())
+    return made(**needs(given, text="a dog"))
+
+
+def call_chat(**given):
+    """With an answer at the end, so that it can be continued."""
+    chat = [{"role": "user", "content": "a dog"}, {"role": "assistant", "content": "a cat"}]
+    return XAttnProcessor(**parts()).apply_chat_template(**needs(given, conversation=chat, tokenize=True))
+
+
 SURFACES = {
     "collate": Surface(
         XAttnDataCollator.__call__,
@@ -241,7 +259,36 @@ SURFACES = {
             "return_dict": switch(),
         },
     ),
-    **processor_surfaces(parts),
+    "processor": Surface(
+        XAttnProcessor.__call__,
+        call_processor,
+        {
+            "images": value(none=Fine(None), kind=3, rank=torch.zeros(3), dtype=Wrong([3], "got int")),
+            "videos": value(none=Fine(None), kind=3, rank=torch.zeros(2, 3, 3), size=Wrong([[]], "no frames")),
+            "text": value(
+                none=Wrong(None, "`images` or both"),
+                kind=3,
+                rank=Wrong([["a"]], "list with list"),
+                size=Wrong([], "empty"),
+                dtype=Wrong([3], "list with int"),
+            ),
+        },
+        fields={"images", "videos", "text"},
+    ),
+    "chat": Surface(
+        XAttnProcessor.apply_chat_template,
+        call_chat,
+        {
+            "conversation": value(
+                none=None,
+                kind="a dog",
+                rank=Wrong([3], "message 0.*int"),
+                size=Wrong([], "empty"),
+                dtype=Wrong([[3]], "message 0"),
+            ),
+        },
+        fields={"conversation"},
+    ),
     "mask_labels": Surface(
         XAttnForConditionalGeneration.mask_labels,
         call_of("mask_labels"),

@@ -80,7 +80,12 @@ PLANS = {
         few=1.0,
         take=0.6,
     ),
-    "rows": Plan(modes=("forward", "greedy", "sample"), takes=("select", "reorder", "repeat"), take=0.9),
+    "rows": Plan(
+        caches=("encoded", "encoded", "returned", "callers"),
+        modes=("forward", "greedy", "sample"),
+        takes=("select", "reorder", "repeat"),
+        take=0.9,
+    ),
     "padding_images": Plan(kinds=("pixels", "states"), modes=("forward", "forward", "greedy", "new_only"), hidden=0.5),
 }
 THEMES = tuple(PLANS)
@@ -218,9 +223,8 @@ class Talk:
         """Images through `encode_images`, into a new cache or the one that is there."""
         inputs = self.image_inputs(given)
         self.note("encode_images", given, inputs)
-        self.cache = self.model.encode_images(cache=self.cache, **inputs)
+        self._keep(self.model.encode_images(cache=self.cache, **inputs))
         self.place_images(given, before=1)
-        self._record(self.cache)
 
     def draw_mask(self, given: Slots | None, length: int, first: int = 0) -> Mask | None:
         """A random mask of `length` text tokens, or None where a mask says nothing that the rules here decide. Its
@@ -343,14 +347,11 @@ class Talk:
         self.croppable = 0 if self.windowed else self.length
 
     def _keep(self, cache: EncoderDecoderCache) -> None:
+        """Lets windows keep what a crop may bring back, where transformers can read on without a crop."""
         if cache is not self.cache:
             self.cache, self.croppable = cache, 0
-            self._record(cache)
-
-    def _record(self, cache: EncoderDecoderCache) -> None:
-        """Lets windows keep what a crop may bring back, where transformers can read on without a crop."""
-        if self.windowed and has("activate_past_recording"):
-            cache.activate_past_recording()
+            if self.windowed and has("activate_past_recording"):
+                cache.activate_past_recording()
 
     # --- turns
 
