@@ -150,6 +150,32 @@ def test_pixels_and_features_in_one_cache():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["pixels", "states"])
+@pytest.mark.parametrize("rule", ["all", "previous", "latest", "latest_group"])
+def test_text_rows_that_share_the_images(rule, kind):
+    """A new image at another text row's marker, where several text rows share an image row of `encode_images`."""
+    model, ids, (a, b, c) = marked(rule), token_ids(4, 12), images_cases()
+    ids[:, 1] = ids[::2, 3] = ids[1::2, 4] = ids[1, 7] = ids[3, 8] = ids[::2, 9] = MARKER
+
+    def inputs(*images, repeats=1):
+        given = joined(*images).repeat_interleave(repeats, 0)
+        return {"pixel_values": given} if kind == "pixels" else {"cross_attention_states": states_of(model, given)}
+
+    whole = inputs(a, b, c, repeats=2)
+    if rule == "all":
+        whole["image_attention_mask"] = torch.ones(4, 12, 3).long()
+        whole["image_attention_mask"][:, :6, 2] = 0
+    expected = model(ids, **whole, use_cache=False).logits
+    for given in (inputs(a, b, c), inputs(c)):
+        cache = model.encode_images(**inputs(a))
+        model.encode_images(cache=cache, **inputs(a, b))
+        first = model(ids[:, :6], cache=cache, **inputs(a, b)).logits
+        last = model(ids[:, 6:], cache=cache, **given).logits
+        assert close(torch.cat([first, last], 1), expected)
+        assert cache.cross_attention_cache.layout.num_images == 3
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("rule", ["previous", "latest"])
 def test_images_again_after_text_was_removed(rule):
     """A turn that is taken back and asked with another picture, which the cache takes for the one that it holds."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
-from helpers.models.marked_models import MARKER, close, generate, marked, states_of, strong_model, turn
+from helpers.models.marked_models import MARKER, RULES, close, generate, marked, states_of, strong_model, turn
 from helpers.models.tiny_models import make_model, make_text, pixels, token_ids
 from hf_xattn.utils.transformers_api import CACHE
 
@@ -138,6 +138,25 @@ def test_masks_beside_a_conversation_must_agree():
     with pytest.raises(ValueError, match="the same `cross_attention_mask` for the images.*In row 1, 4 of 32"):
         model(more, cache=cache, cross_attention_mask=tokens)
     assert cache.get_seq_length() == 9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", RULES)
+def test_mask_over_new_images_leaves_the_others_to_the_rule(rule):
+    """A mask for the images of a call that hides, or shows, those of the cache."""
+    model, images = marked(rule), pixels(2, 2)
+    ids = token_ids(2, 10)
+    ids[:, 1] = ids[0, 6] = MARKER
+    cache = model(ids[:, :5], pixel_values=images[:, :1])[CACHE]
+    mask = torch.rand(2, 5, 16) < 0.5
+    logits = model(ids[:, 5:], pixel_values=images[:, 1:], cross_attention_mask=mask, cache=cache).logits
+    seen = torch.zeros(2, 10, 32, dtype=torch.bool)
+    seen[:, 0 if rule == "all" else 1 :, :16] = True
+    if rule == "latest" or rule == "latest_group":
+        seen[0, 6:, :16] = False  # the second marker is another image's
+    seen[:, 5:, 16:] = mask
+    expected = model(ids, pixel_values=images, cross_attention_mask=seen, use_cache=False).logits
+    assert close(logits, expected[:, 5:])
 
 
 @pytest.fixture(scope="module")
