@@ -88,10 +88,17 @@ def test_conversation_on_a_kept_cache(kind, again):
         ids = torch.cat([outputs.sequences, token_ids(2, 4, seed=20 + turn)], dim=1)
 
 
-@pytest.mark.parametrize("visibility", ["previous", "latest"])
-@pytest.mark.parametrize("given", ["new_only", "all"])
-@pytest.mark.parametrize("kind", ["pixels", "states", "padded"])
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    "visibility, given, kind, static",
+    [
+        ("previous", "new_only", "pixels", False),
+        ("latest", "all", "pixels", True),
+        ("latest", "new_only", "states", True),
+        ("previous", "all", "states", False),
+        ("previous", "all", "padded", True),
+        ("latest", "new_only", "padded", False),
+    ],
+)
 def test_a_new_image_in_a_later_turn(visibility, given, kind, static):
     """A later image that replaces the earlier ones, is numbered from one again, or brings them along twice."""
     model = make_model(image_token_id=MARKER, image_visibility=visibility)
@@ -163,10 +170,14 @@ def test_length_is_the_number_of_image_tokens(name):
 # --- encode once, ask often
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"cache_implementation": "static"}, {"num_beams": 3}, {"num_beams": 3, "cache_implementation": "static"}],
+    "name, options",
+    [
+        ("llama", {}),
+        ("gemma3", {"cache_implementation": "static"}),
+        ("gpt2", {"num_beams": 3}),
+        ("llama", {"num_beams": 3, "cache_implementation": "static"}),
+    ],
     ids=["greedy", "static", "beams", "static_beams"],
 )
 def test_ask_again(name, options):
@@ -214,32 +225,6 @@ def test_many_questions_with_masks_and_markers(visibility):
         assert torch.equal(generate(model, ids, cache=encoded, **options), expected)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["pixels", "states", "padded_states", "quiet"])
-def test_appending_equals_one_call_with_all(kind):
-    """Images added to an encoded cache that differ from images encoded together; a second null key between them."""
-    model = make_model(cross_attention_config={"quiet_softmax": kind == "quiet"})
-    kind, ids, images = "pixels" if kind == "quiet" else kind, token_ids(), pixels(2, 3)
-    states = features(model, images).flatten(1, 2)
-    token_mask = torch.rand(2, 48) < 0.7
-
-    def inputs(first, last):
-        if kind == "pixels":
-            return {"pixel_values": images[:, first:last]}
-        tokens = slice(16 * first, 16 * last)
-        mask = {"cross_attention_mask": token_mask[:, tokens]} if kind == "padded_states" else {}
-        return {"cross_attention_states": states[:, tokens], **mask}
-
-    cache = model.encode_images(**inputs(0, 1))
-    assert model.encode_images(cache=cache, **inputs(1, 3)) is cache
-    together = model.encode_images(**inputs(0, 3))
-    for mine, other in zip(cache.cross_attention_cache.layers, together.cross_attention_cache.layers):
-        assert torch.allclose(mine.keys, other.keys, atol=1e-5) and torch.allclose(mine.values, other.values, atol=1e-5)
-    expected = generate(model, ids, use_cache=False, **inputs(0, 3))
-    assert torch.equal(generate(model, ids, cache=cache), expected)
-    assert torch.equal(generate(model, ids, cache=together), expected)
-
-
 def test_a_fork_does_not_grow_the_original():
     """An image added in one conversation that shows up in another one about the same encoded image."""
     model, ids, images = make_model(), token_ids(), pixels(2, 2)
@@ -272,24 +257,6 @@ def filled(repeats=1):
     return model, encoded
 
 
-@torch.no_grad()
-def test_select():
-    """Rows of a cache dropped from the text half only (finished samples), or rows that become another's."""
-    model, _ = filled()
-    ids, images = token_ids(3), pixels(3)
-    rows = torch.tensor([2, 0])
-    mask = torch.tensor([[True, True], [True, False], [False, True]])
-    both = pixels(3, 2)
-    for inputs in ({"pixel_values": images}, {"pixel_values": both, "image_mask": mask}):
-        cache = model(ids, **inputs)[CACHE]
-        cache.batch_select_indices(rows)
-        token = token_ids(2, 1, seed=41)
-        logits = model(token, cache=cache).logits
-        full = torch.cat([ids[rows], token], dim=1)
-        expected = model(full, **{name: value[rows] for name, value in inputs.items()}).logits[:, -1:]
-        assert torch.allclose(logits, expected, atol=1e-4)
-
-
 def test_select_after_repeat():
     """Text rows counted as image rows after the batch was repeated."""
     _, encoded = filled(repeats=2)
@@ -301,33 +268,6 @@ def test_select_after_repeat():
     encoded.batch_select_indices(torch.tensor([True, False, True]))
     assert torch.equal(encoded.cross_attention_cache.layers[0].keys, keys[[0, 2]])
     assert encoded.cross_attention_cache.layout.digests[0].values.shape == (2, 1)
-
-
-@torch.no_grad()
-def test_repeat_after_select():
-    """Rows counted as before a selection: each kept row is then repeated with the images of another."""
-    model, _ = filled()
-    ids, images, rows = token_ids(3), pixels(3), torch.tensor([2, 0])
-    for encodes_first in (False, True):
-        if encodes_first:
-            cache = model.encode_images(pixel_values=images)
-            cache.batch_select_indices(rows)
-            cache.batch_repeat_interleave(2)
-            assert cache.text_rows == 4
-            given = ids[rows.repeat_interleave(2)]
-        else:
-            cache = model(ids, pixel_values=images)[CACHE]
-            cache.batch_select_indices(rows)
-            assert cache.text_rows == 2
-            cache.batch_repeat_interleave(2)
-            assert cache.text_rows == 4 and cache.cross_attention_cache.rows == 2
-            given = token_ids(4, 1, seed=41)
-        logits = model(given, cache=cache).logits[:, -1]
-        four = rows.repeat_interleave(2)
-        full = given if encodes_first else torch.cat([ids[four], given], dim=1)
-        assert torch.allclose(logits, model(full, pixel_values=images[four]).logits[:, -1], atol=1e-4)
-        with pytest.raises(ValueError, match="Expected text of batch 4"):
-            model(token_ids(2, 1), cache=cache)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Random conversations with caches against one forward without.
 
 Every seed is a conversation: a decoder, a rule of visibility, a kind of cache, and turns in which images and text are
-added, repeated, refused or taken back. What its text may see comes from `conversations.py`, which knows no cache. One
+added, repeated or taken back. What its text may see comes from `expected.py`, which knows no cache. One
 seed alone: `pytest tests/cache/test_cache_fuzz.py -k seed_00123`; thousands more: `-m slow`.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.conversations.random_talks import THEMES, check
+from helpers.conversations.talk import THEMES, check
 
 
-NUM_QUICK, NUM_SLOW = 120, 5280
+NUM_QUICK, NUM_SLOW = 120, 2880
 
 
 def seeds(first: int, count: int) -> list:
@@ -24,7 +24,7 @@ def seeds(first: int, count: int) -> list:
 @pytest.mark.parametrize("seed", seeds(0, NUM_QUICK))
 def test_a_cached_conversation_equals_one_forward(seed):
     """Text that sees another image, or an image at another time, because of how it was read: through which cache, in
-    which pieces, with which images given again, after which failed call.
+    which pieces, with which images given again.
     """
     check(seed)
 

@@ -67,9 +67,17 @@ def images_of(index, masks=""):
     return shared, every
 
 
-@pytest.mark.parametrize("masks", ["", "images", "images and tokens", "text"])
-@pytest.mark.parametrize("rule", ["all", "previous", "latest_group"])
-@pytest.mark.parametrize("order", ORDERS)
+MASKS, RULES = ["", "images", "images and tokens", "text"], ["all", "previous", "latest_group"]
+
+
+@pytest.mark.parametrize(
+    "order, rule, masks",
+    [
+        (order, RULES[(place + number) % 3], masks)
+        for place, order in enumerate(ORDERS)
+        for number, masks in enumerate(MASKS)
+    ],
+)
 def test_gradients_are_those_of_repeated_images(order, rule, masks):
     """A text row that looks at another row's images, or with another row's mask; a gradient that is lost or counted
     twice.

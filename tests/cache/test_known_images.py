@@ -76,13 +76,13 @@ def test_a_cached_image_that_is_sent_again_with_its_marker(rule):
         ids_now[0, 3] = 7
         model(ids_now, cache=other, pixel_values=given)
     whole = model(ids, pixel_values=joined(a, a, b)).logits[:, 4:]
-    close(turns(8, pixel_values=joined(a, a, b)), whole)  # all images of the conversation, and then the new ones
-    close(turns(3, pixel_values=joined(a, b)), model(ids[:, :7], pixel_values=joined(a, b)).logits[:, 4:])
+    assert close(turns(8, pixel_values=joined(a, a, b)), whole)  # all images of the conversation, and then the new ones
+    assert close(turns(3, pixel_values=joined(a, b)), model(ids[:, :7], pixel_values=joined(a, b)).logits[:, 4:])
     encoded = model.encode_images(pixel_values=a)  # which wait for their markers
-    close(model(ids[:, :7], cache=encoded, pixel_values=joined(a, b)).logits[:, 4:], turns(3, pixel_values=b))
+    assert close(model(ids[:, :7], cache=encoded, pixel_values=joined(a, b)).logits[:, 4:], turns(3, pixel_values=b))
     encoded = model.encode_images(pixel_values=a)
     later = model(ids[:, :1], cache=encoded)[CACHE]
-    close(model(ids[:, 1:7], cache=later, pixel_values=joined(a, b)).logits[:, 3:], turns(3, pixel_values=b))
+    assert close(model(ids[:, 1:7], cache=later, pixel_values=joined(a, b)).logits[:, 3:], turns(3, pixel_values=b))
 
 
 def rows_with_padding(*images):

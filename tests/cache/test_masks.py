@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
-from helpers.models.marked_models import MARKER, RULES, close, generate, marked, sees_of, states_of, strong_model, turn
+from helpers.models.marked_models import MARKER, RULES, close, generate, marked, states_of, strong_model, turn
 from helpers.models.tiny_models import make_model, make_text, pixels, token_ids
 from hf_xattn.utils.transformers_api import CACHE
 
@@ -50,23 +50,6 @@ def test_mask_over_the_chat_with_a_kept_cache(form, given, mask_of):
     expected = generate(model, chat, pixel_values=images, use_cache=False, **masks(by_image), **wants)
     assert torch.equal(answer.sequences, expected.sequences)
     assert close(torch.stack(answer.logits), torch.stack(expected.logits))
-
-
-def test_mask_over_the_chat_decides_for_new_text_alone():
-    """Rows for cached text that change what is read of it, or move those of the new text."""
-    for rule in ("all", "previous"):
-        model, images = marked(rule), pixels(2, 2)
-        ids = token_ids(2, 6)
-        ids[:, 1] = ids[:, 3] = MARKER
-        first = generate(model, ids, pixel_values=images, return_dict_in_generate=True)
-        chat = torch.cat([first.sequences, token_ids(2, 3, seed=9)], dim=1)
-        right = sees_of(chat, "previous", 2) if rule == "previous" else torch.ones(2, 14, 32, dtype=torch.bool)
-        other = right.clone()
-        other[1, 2] = ~other[1, 2]
-        answer = generate(model, chat, cache=first[CACHE], cross_attention_mask=other)
-        assert torch.equal(
-            answer, generate(model, chat, pixel_values=images, use_cache=False, cross_attention_mask=right)
-        )
 
 
 def test_mask_over_the_chat_beside_a_static_cache():
@@ -174,28 +157,6 @@ def test_mask_over_new_images_leaves_the_others_to_the_rule(rule):
     seen[:, 5:, 16:] = mask
     expected = model(ids, pixel_values=images, cross_attention_mask=seen, use_cache=False).logits
     assert close(logits, expected[:, 5:])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("rule", ["previous", "latest"])
-def test_markers_count_again_after_a_mask(rule):
-    """Text that keeps a mask's last row although an image marker came since; markers that the mask's text held,
-    forgotten.
-    """
-    model, images = marked(rule), pixels(1, 3)
-    ids = token_ids(1, 12)
-    ids[0, 2] = ids[0, 7] = ids[0, 10] = MARKER
-    mask = torch.rand(1, 5, 48) < 0.5
-    whole = sees_of(ids, rule, 3)
-    whole[:, :5] = mask
-    whole[:, 5:7] = mask[:, -1:]
-    expected = model(ids, pixel_values=images, cross_attention_mask=whole, use_cache=False).logits
-    for cut in (6, 8, 11):
-        cache = model(ids[:, :5], pixel_values=images, cross_attention_mask=mask)[CACHE]
-        parts = [model(part, cache=cache).logits for part in (ids[:, 5:cut], ids[:, cut:])]
-        assert close(torch.cat(parts, 1), expected[:, 5:])
-    uncached = generate(model, ids[:, :5], pixel_values=images, cross_attention_mask=mask, use_cache=False)
-    assert torch.equal(generate(model, ids[:, :5], pixel_values=images, cross_attention_mask=mask), uncached)
 
 
 @pytest.fixture(scope="module")

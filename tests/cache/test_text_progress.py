@@ -5,7 +5,6 @@ import torch
 
 from helpers.models.marked_models import MARKER, close, marked
 from helpers.models.tiny_models import pixels, token_ids
-from hf_xattn.utils.transformers_api import CACHE
 
 
 @torch.no_grad()
@@ -26,26 +25,6 @@ def test_a_turn_that_is_cropped_away_takes_its_markers_along(rule):
     cache.self_attention_cache.crop(-5)
     logits = model(ids[:, 7:], cache=cache).logits
     assert close(logits, model(ids, pixel_values=images, use_cache=False).logits[:, 7:])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("rule", ["all", "latest"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_rows_take_images_and_markers_along(rule, masked):
-    """A row that goes on with another row's image, markers or mask after it changed places."""
-    model, images, ids = marked(rule), pixels(3, 2), token_ids(3, 6)
-    ids[0, 1] = ids[0, 3] = ids[1, 2] = MARKER
-    mask = {"cross_attention_mask": torch.rand(3, 6, 32) < 0.5} if masked else {}
-    for method in ("reorder_cache", "batch_select_indices"):
-        cache = model(ids, pixel_values=images, use_cache=True, **mask)[CACHE]
-        rows = torch.tensor([2, 0, 0])
-        getattr(cache, method)(rows)
-        more = token_ids(3, 3, seed=30)
-        more[:, 1] = MARKER
-        logits = model(more, cache=cache).logits
-        again = {name: value[rows] for name, value in mask.items()}
-        fresh = model(ids[rows], pixel_values=images[rows], use_cache=True, **again)[CACHE]
-        assert close(logits, model(more, cache=fresh).logits)
 
 
 @pytest.mark.parametrize("rule", ["previous", "latest"])

@@ -7,12 +7,12 @@ import os
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from helpers.models.saved_models import make_base, make_vision, same_model
 from helpers.models.tiny_mllama import make_mllama
 from helpers.models.tiny_models import make_model, pixels, randomize
+from helpers.models.word_models import make_text_checkpoint, make_vision_checkpoint
 from helpers.processes.killed_saves import at_moments
 from hf_xattn import retrofit
 from hf_xattn.commands.main import main

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoModelForImageTextToText
 
 from helpers.models.quantized_bases import folder as quantized_folder
 from helpers.models.quantized_bases import quantization
 from helpers.models.tiny_mllama import make_mllama
 from helpers.models.tiny_models import randomize
+from helpers.models.word_models import make_text_checkpoint, make_vision_checkpoint
 from hf_xattn import GatedCrossAttentionBlock, retrofit
 from hf_xattn.checks import NAMES
 from hf_xattn.commands.main import main

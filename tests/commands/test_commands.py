@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_checkpoints import make_picture
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -24,6 +23,7 @@ from helpers.models.foreign_blocks import flamingo_block_state, flamingo_checkpo
 from helpers.models.tiny_idefics import make_idefics, make_idefics_processor
 from helpers.models.tiny_mllama import make_mllama, make_mllama_processor, picture
 from helpers.models.tiny_models import make_model, make_text, randomize
+from helpers.models.word_models import make_picture
 from helpers.processes.command_runs import run
 from hf_xattn import XAttnProcessor
 from hf_xattn.checkpoints.model_card import is_fresh

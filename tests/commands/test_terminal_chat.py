@@ -13,11 +13,11 @@ import time
 
 import pytest
 import torch
-from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from helpers.models.tiny_models import randomize
+from helpers.models.word_models import make_picture, make_text_checkpoint, make_vision_checkpoint
 from hf_xattn import XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.serving.chat_session import ChatSession

@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 from PIL import Image
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from helpers.checkout import EXAMPLES
+from helpers.models.word_models import make_text_checkpoint, make_vision_checkpoint
 from hf_xattn import XAttnProcessor, load_rows, retrofit
 from hf_xattn.utils.transformers_api import AutoImageProcessor
 

@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 import torch
-from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from helpers.models.checkpoints_with_code import make_custom, save_with_code
 from helpers.models.custom_decoder import CustomDecoderConfig, CustomDecoderForCausalLM
 from helpers.models.tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
+from helpers.models.word_models import make_picture, make_text_checkpoint, make_vision_checkpoint
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel, retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.training.run_folder import OPTIONS_FILE

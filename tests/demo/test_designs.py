@@ -10,7 +10,6 @@ from compare_designs import Course
 from designs import BLOCKS, DESIGNS, IMAGE_TOKEN, LORA, PROJECTOR, Design, Features
 from llava_peer import llava_of
 from text_questions import holds
-from tiny_checkpoints import make_text_checkpoint
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -22,6 +21,7 @@ from transformers import (
 )
 
 from helpers.models.template_models import CHATML
+from helpers.models.word_models import make_text_checkpoint
 from hf_xattn import XAttnProcessor, load_rows, retrofit
 from hf_xattn.data.pictures import picture_parts
 

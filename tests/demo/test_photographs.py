@@ -11,13 +11,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 from PIL import Image
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, set_seed
 
 from helpers.inputs.tiny_stamps import THINGS, make_stamps
 from helpers.inputs.training_examples import CAPTIONS, write_examples
 from helpers.models.chat_models import drawing
 from helpers.models.template_models import CHATML
+from helpers.models.word_models import make_text_checkpoint, make_vision_checkpoint
 from hf_xattn import attention_maps
 from hf_xattn.commands import demo_photographs
 from hf_xattn.commands.demo_photographs import run_photographs

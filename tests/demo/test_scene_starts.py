@@ -9,10 +9,10 @@ import torch
 from compare_starts import STARTS, Captions, Shares
 from scenes import COLOURS, OUTLINES
 from splits import open_split
-from tiny_checkpoints import make_text_checkpoint
 from transformers import AutoTokenizer, ResNetConfig, ResNetModel, SiglipImageProcessorPil
 
 from helpers.models.template_models import CHATML
+from helpers.models.word_models import make_text_checkpoint
 from hf_xattn import XAttnDataCollator, XAttnProcessor, retrofit
 
 

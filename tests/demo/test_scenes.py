@@ -24,9 +24,9 @@ from PIL import Image, ImageDraw
 from scenes import COLOURS, NUMBERS, OUTLINES
 from sealed_list import placeholders, plain
 from splits import open_split
-from tiny_checkpoints import make_text_checkpoint
 
 from helpers.checkout import EXAMPLES
+from helpers.models.word_models import make_text_checkpoint
 from helpers.references.own_sealed_list import put_list
 
 

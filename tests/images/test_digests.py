@@ -21,13 +21,6 @@ def test_digest_tells_images_apart(dtype):
     assert (digest(changed) != digests).nonzero().tolist() == [[1, 0]]
 
 
-def test_digest_depends_on_the_order_of_pixels():
-    """Rules out a plain sum, which is the same for an image and its mirror image, and for any two that swap pixels."""
-    images = torch.randn(1, 1, 3, 5, 7)
-    assert not torch.equal(digest(images), digest(images.flip(-1)))
-    assert not torch.equal(digest(torch.zeros(1, 1, 4)), digest(torch.zeros(1, 1, 5)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("size", [12, 13])
 def test_digests_tell_images_apart(dtype, size):

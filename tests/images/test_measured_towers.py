@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny_checkpoints import make_text_checkpoint
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -16,6 +15,7 @@ from transformers import (
 )
 
 from helpers.models.tiny_models import make_text, randomize, token_ids, vision_config
+from helpers.models.word_models import make_text_checkpoint
 from helpers.processes.command_runs import run
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, retrofit
 from hf_xattn.parts.measured_towers import measured_features

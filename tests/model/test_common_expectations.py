@@ -90,20 +90,15 @@ def test_shapes_of_hidden_states_and_attentions(made, base, tower):
     for each in (model, text):
         each.set_attn_implementation("eager")
     expected = text(given["input_ids"], **asked)
-    by_config = build(base, tower, made, random=False)
-    by_config.load_state_dict(model.state_dict())
-    by_config.set_attn_implementation("eager")
-    for config in (by_config.config, by_config.config.text_config):
-        config.output_hidden_states = config.output_attentions = True
-    for outputs in (model(**given, **asked), by_config(**given)):
-        assert len(outputs.hidden_states) == len(expected.hidden_states) == LAYERS + 1
-        assert all(each.shape == (2, 9, WIDTH) for each in outputs.hidden_states)
-        assert all(map(torch.equal, outputs.hidden_states, expected.hidden_states))
-        assert len(outputs.attentions) == len(expected.attentions) == (1 if base == "hybrid" else LAYERS)
-        assert all(each.shape == (2, HEADS, 9, 9) for each in outputs.attentions)
-        assert all(map(torch.equal, outputs.attentions, expected.attentions))
-        tokens = 16 if tower != "none" else 5
-        assert [tuple(each.shape) for each in outputs.cross_attentions] == [(2, HEADS, 9, tokens)] * 2
+    outputs = model(**given, **asked)
+    assert len(outputs.hidden_states) == len(expected.hidden_states) == LAYERS + 1
+    assert all(each.shape == (2, 9, WIDTH) for each in outputs.hidden_states)
+    assert all(map(torch.equal, outputs.hidden_states, expected.hidden_states))
+    assert len(outputs.attentions) == len(expected.attentions) == (1 if base == "hybrid" else LAYERS)
+    assert all(each.shape == (2, HEADS, 9, 9) for each in outputs.attentions)
+    assert all(map(torch.equal, outputs.attentions, expected.attentions))
+    tokens = 16 if tower != "none" else 5
+    assert [tuple(each.shape) for each in outputs.cross_attentions] == [(2, HEADS, 9, tokens)] * 2
     assert model(**given).hidden_states is None and model(**given).attentions is None
 
 
@@ -118,18 +113,6 @@ def test_gradients_of_hidden_states_and_attentions(base):
         each.retain_grad()
     outputs.logits.square().sum().backward()
     assert all(each.grad is not None and each.grad.abs().sum() > 0 for each in kept)
-
-
-@torch.no_grad()
-def test_experts_report_in_both_classes():
-    """Router logits that the base alone returns, asked for by an argument or by the configuration."""
-    for made in CLASSES:
-        model, given = build("experts", "siglip", made), inputs_for("siglip")
-        assert model(**given).get("router_logits") is None
-        asked = model(**given, output_router_logits=True).router_logits
-        model.config.text_config.output_router_logits = True
-        for logits in (asked, model(**given).router_logits):
-            assert len(logits) == LAYERS and all(each.shape == (18, 4) for each in logits)
 
 
 # --- inputs
@@ -280,24 +263,8 @@ def test_copies(base, tower, tmp_path):
     assert torch.equal(model(**given).logits, expected) and model.config.text_config.vocab_size == VOCAB_SIZE
 
 
-@on_every_base
-def test_offload(base, tmp_path):
-    """Blocks torn from their layer, or a layer that is left without its weights, where memory is short."""
-    model, given = build(base, "siglip"), inputs_for("siglip")
-    model.save_pretrained(tmp_path)
-    size = sum(weight.nbytes for weight in model.parameters())
-    loaded = XAttnForConditionalGeneration.from_pretrained(
-        tmp_path, device_map="auto", max_memory={"cpu": size // 2}, offload_folder=tmp_path / "offload"
-    ).eval()
-    assert {"cpu", "disk"} == set(map(str, loaded.hf_device_map.values()))
-    with torch.no_grad():
-        assert torch.allclose(loaded(**given).logits, model(**given).logits, atol=1e-6)
-    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(loaded.generate(**given, **options), model.generate(**given, **options))
-
-
 @torch.no_grad()
-@on_every_base
+@pytest.mark.parametrize("base", ["dense", "experts"])
 def test_mismatched_sizes(base, tmp_path):
     """Weights of another size that pass without a word; with `ignore_mismatched_sizes`, others that are lost beside
     them.
@@ -364,7 +331,7 @@ def test_initializer_range(tower):
                     )
 
 
-@on_every_base
+@pytest.mark.parametrize("base", ["dense", "hybrid"])
 @pytest.mark.parametrize("made", CLASSES)
 def test_float32_list_is_the_models_own(made, base, tmp_path):
     """A list of the class that names weights which the model does not have, or that one model changes for all."""
@@ -390,25 +357,14 @@ def test_float32_list_is_the_models_own(made, base, tmp_path):
 
 
 @pytest.mark.parametrize(("base", "tower"), [*KINDS, ("dense", "clip"), ("hybrid", "clip")])
-@pytest.mark.parametrize("checkpointed", [None, {"use_reentrant": False}])
-def test_every_weight_gets_a_gradient(base, tower, checkpointed):
-    """Weights that DDP waits for and no loss depends on, such as the last norm of CLIP; other gradients under
-    checkpointing.
-    """
-    found = []
-    for options in (None, checkpointed) if checkpointed else (None,):
-        model = build(base, tower).train()
-        model.requires_grad_(True).train()
-        if options is not None:
-            model.gradient_checkpointing_enable(options)
-        given = inputs_for(tower)
-        model(**given, labels=given["input_ids"], use_cache=False).loss.backward()
-        found.append({name: weight.grad for name, weight in model.named_parameters()})
-    missing = [name for name, gradient in found[-1].items() if gradient is None]
+def test_every_weight_gets_a_gradient(base, tower):
+    """Weights that DDP waits for and no loss depends on, such as the last norm of CLIP."""
+    model = build(base, tower).requires_grad_(True).train()
+    given = inputs_for(tower)
+    model(**given, labels=given["input_ids"], use_cache=False).loss.backward()
+    missing = [name for name, weight in model.named_parameters() if weight.grad is None]
     assert not missing
-    for name, gradient in found[0].items():
-        assert torch.allclose(gradient, found[-1][name], atol=1e-5), name
-        assert gradient.isfinite().all()
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())
 
 
 TOWERS_WITH_MORE = ["vit", "dinov2", "siglip_head", "aimv2", "convnext", "beit"]
@@ -432,18 +388,6 @@ def test_every_weight_of_a_tower_gets_a_gradient(name):
         assert all(gradients) if train else not any(gradients)
     with torch.no_grad():
         assert model.get_image_features(images).pooler_output.grad_fn is None
-
-
-@on_every_base
-def test_shifted_labels(base):
-    """`shift_labels` that are shifted once more, or ignored."""
-    model, given = build(base, "siglip"), inputs_for("siglip")
-    labels = given["input_ids"].clone()
-    labels[0, :4] = -100
-    shifted = torch.cat([labels[:, 1:], torch.full((2, 1), -100)], dim=1)
-    with torch.no_grad():
-        losses = [model(**given, **each).loss for each in ({"labels": labels}, {"shift_labels": shifted})]
-    assert torch.allclose(*losses) and losses[0].isfinite()
 
 
 # --- the class

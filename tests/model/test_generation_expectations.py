@@ -33,11 +33,7 @@ def generate(model, inputs, new=NEW, **options):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("base", "tower"),
-    [
-        pytest.param(*kind, marks=() if kind[0] == "hybrid" or kind == ("experts", "siglip") else pytest.mark.slow)
-        for kind in KINDS
-        if kind[0] in ("hybrid", "experts") or kind[1] == "none"
-    ],
+    [kind for kind in KINDS if kind[0] in ("hybrid", "experts") or kind[1] == "none"],
 )
 def test_methods_and_caches(base, tower, method):
     """A decoding method that gives another answer with a cache than without one."""

@@ -70,7 +70,7 @@ def test_nothing_is_kept(max_bytes):
     if max_bytes is not None:  # the last images are other ones
         blocks = len(model.blocks)
         before = before[0] + 2 * blocks * 4, before[1] + max_bytes
-    check_nothing_is_kept(model, 3 * len(KINDS), before)
+    check_nothing_is_kept(model, 2 * len(KINDS), before)
     if max_bytes is not None:
         assert 0 < model.image_store.nbytes <= max_bytes
 

@@ -99,7 +99,7 @@ def test_scaler_skips_a_step():
     assert not any(torch.equal(weight, before[name]) for name, weight in learning(model).items() if "_proj" in name)
 
 
-def moves(model, steps=200, rate=1e-6):
+def moves(model, steps=60, rate=1e-6):
     """How far weights move on average in many tiny steps, in units of what a weight that always moves one way would."""
     _, before = run(model, steps, rate=rate, images={"cross_attention_states": STATES})
     return {

@@ -1,4 +1,6 @@
-"""Properties of whole models, for random decoders, rules of visibility, blocks, batches and caches."""
+"""Properties of whole models, for random decoders, rules of visibility, blocks and batches. Text that is read in pieces
+and in turns is that of random conversations (`test_cache_fuzz.py`).
+"""
 
 import copy
 import random
@@ -9,12 +11,12 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from transformers import AutoModelForImageTextToText
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from helpers.conversations.bank import MARKER
 from helpers.inputs.properties import BatchCase, batch_cases, run, slow_seed, tensor
 from helpers.models.tiny_models import TEXT_CONFIGS, randomize, vision_config
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
-from hf_xattn.utils.transformers_api import CACHE
 
 
 TOLERANCE = 2e-4
@@ -74,68 +76,6 @@ def masked_content_changes_no_bit(case: BatchCase) -> None:
     assert torch.equal(found, expected)
 
 
-CACHES = ("returned", "callers", "static", "encoded")
-
-
-def cache_of(kind: str, model: XAttnForConditionalGeneration, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A cache, and the image arguments that go with it."""
-    if kind == "returned":
-        return None, given
-    if kind == "encoded" and given:
-        return model.encode_images(**given), {}
-    text = model.config.get_text_config(decoder=True)
-    if kind == "static":
-        return EncoderDecoderCache(StaticCache(config=text, max_cache_len=64), DynamicCache()), given
-    return EncoderDecoderCache(DynamicCache(config=text), DynamicCache()), given
-
-
-def pieces_equal_the_whole(case: tuple[BatchCase, str]) -> None:
-    """Rules out images, markers or padding that a cache forgets between two pieces of a text."""
-    batch, kind = case
-    model, text, draw = batch.model, batch.text, random.Random(batch.seed)
-    expected = model(**text, **batch.given, use_cache=False).logits
-    cache, given = cache_of(kind, model, batch.given)
-    cuts = sorted({0, batch.width, *(draw.randint(0, batch.width) for _ in range(2))})
-    found = []
-    for start, end in zip(cuts, cuts[1:]):
-        part = {
-            "input_ids": text["input_ids"][:, start:end],
-            "position_ids": text["position_ids"][:, start:end],
-            "attention_mask": text["attention_mask"][:, :end],
-        }
-        again = given if start == 0 or draw.random() < 0.5 else {}
-        outputs = model(**part, **again, cache=cache, use_cache=True)
-        cache, found = outputs[CACHE], [*found, outputs.logits]
-    joined = torch.cat(found, dim=1)
-    for row in range(len(batch.lengths)):
-        assert close(joined[row, batch.real(row)], expected[row, batch.real(row)]), row
-
-
-def turns_equal_at_once(case: tuple[BatchCase, str]) -> None:
-    """Rules out an image of a later turn that earlier text sees, or that takes another's place in the cache."""
-    batch, kind = case
-    if (
-        batch.pictures is None or batch.rule == "all"
-    ):  # there, later images change how earlier text would have been read
-        return
-    model, draw, images = batch.model, random.Random(batch.seed), batch.pictures.shape[1]
-    rows = len(batch.lengths)
-    text = torch.tensor([[draw.randint(4, 95) for _ in range(3 * images)] for _ in range(rows)])
-    text[:, ::3] = MARKER_OF_TURN
-    expected = model(text, **{batch.argument: batch.pictures}, use_cache=False).logits
-    cache: Any = None
-    found = []
-    for turn in range(images):
-        first = 0 if draw.random() < 0.5 else turn  # all images again, or the new one alone
-        given = {batch.argument: batch.pictures[:, first : turn + 1]}
-        if turn == 0:
-            cache, given = cache_of(kind, model, given)
-        outputs = model(text[:, 3 * turn : 3 * turn + 3], **given, cache=cache, use_cache=True)
-        cache, found = outputs[CACHE], [*found, outputs.logits]
-    assert close(torch.cat(found, dim=1), expected)
-
-
-MARKER_OF_TURN = 3
 DECODING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 2},
@@ -166,9 +106,11 @@ def generated_equals_uncached(case: tuple[BatchCase, str, str]) -> None:
         expected = model.generate(
             **text, **{**options, "prompt_lookup_num_tokens": None}, **batch.given, use_cache=False
         )
-    if kind in ("encoded", "callers"):
-        cache, given = cache_of(kind, model, batch.given)
-        found = write(**given, cache=cache)
+    if kind == "encoded" and batch.given:
+        found = write(cache=model.encode_images(**batch.given))
+    elif kind in ("encoded", "callers"):
+        config = model.config.get_text_config(decoder=True)
+        found = write(**batch.given, cache=EncoderDecoderCache(DynamicCache(config=config), DynamicCache()))
     else:
         implementation = {} if kind == "dynamic" else {"cache_implementation": kind}
         found = write(**batch.given, **implementation)
@@ -225,7 +167,7 @@ def save_and_load_is_the_identity(seed: int) -> None:
         connector_type=connector,
         perceiver_config=perceiver if connector == "perceiver" else None,
         connector_bias=draw.random() < 0.5,
-        image_token_id=MARKER_OF_TURN,
+        image_token_id=MARKER,
         image_visibility=draw.choice(["all", "previous", "latest", "latest_group"]),
         additional_vocab_size=added,
         additional_vocab_in_head=bool(added) and draw.random() < 0.5,
@@ -240,7 +182,7 @@ def save_and_load_is_the_identity(seed: int) -> None:
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in before.items())
     assert again.config.cross_attention_config.to_dict() == model.config.cross_attention_config.to_dict()
-    ids = torch.tensor([[MARKER_OF_TURN, 5, 6, 7]])
+    ids = torch.tensor([[MARKER, 5, 6, 7]])
     given = {"pixel_values": tensor(seed, 1, 1, 3, 32, 32)}
     # Not bit for bit: kernels round by where the weights lie in memory.
     assert close(again(ids, **given).logits, model(ids, **given).logits)
@@ -270,12 +212,6 @@ PROPERTIES = {
     "each row alone": (rows_are_alone, batch_cases(), 30),
     "mask equals removal": (mask_equals_removal, batch_cases(), 25),
     "masked content changes no bit": (masked_content_changes_no_bit, batch_cases(), 25),
-    "pieces equal the whole": (
-        pieces_equal_the_whole,
-        st.tuples(batch_cases(side="left"), st.sampled_from(CACHES)),
-        30,
-    ),
-    "turns equal at once": (turns_equal_at_once, st.tuples(batch_cases(least=1), st.sampled_from(CACHES)), 30),
     "generated equals uncached": (
         generated_equals_uncached,
         st.tuples(batch_cases(side="left"), st.sampled_from(list(DECODING)), st.sampled_from(KINDS)),

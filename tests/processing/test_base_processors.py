@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, ProcessorMixin
 from transformers.utils import logging
 
 from helpers.models.template_models import HEADERS
+from helpers.models.word_models import make_picture, make_text_checkpoint, make_vision_checkpoint
 from hf_xattn import XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.commands.shared import load_processor

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from tiny_checkpoints import make_picture, make_text_checkpoint
 from transformers import CLIPImageProcessor, SiglipImageProcessorPil, ViTImageProcessor
 
 from helpers.inputs.bounded_memory import png
 from helpers.inputs.chat_templates import TEXT_TEMPLATES, make_processor
 from helpers.inputs.damaged_checkpoints import is_ours
+from helpers.models.word_models import make_picture, make_text_checkpoint
 from hf_xattn import XAttnProcessor
 from hf_xattn.processing.image_limits import LIMITS
 from hf_xattn.processing.image_reading import read_frames, read_image

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoProcessor, AutoTokenizer, CLIPImageProcessor, SiglipImageProcessor, ViTImageProcessorPil
 from transformers.utils import logging
 
 from helpers.inputs.chat_templates import TEXT_TEMPLATES
 from helpers.inputs.chat_templates import make_processor as make_small_processor
 from helpers.models.template_models import CHATML, make_processor
+from helpers.models.word_models import make_picture, make_text_checkpoint, make_vision_checkpoint
 from hf_xattn import XAttnProcessor, retrofit
 from hf_xattn.processing.image_limits import check_image_processor
 from hf_xattn.utils.transformers_api import AutoImageProcessor

@@ -11,27 +11,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoTokenizer
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from helpers.inputs.surface import (
+    IMAGE_MASK,
     KINDS,
+    MASK,
     NOTHING,
+    PIXELS,
+    RATIO_IDS,
+    RATIO_MASK,
+    ROWS,
+    STATES,
     Fine,
     Surface,
     Wrong,
     check_case,
-    check_misspelt,
+    image_rows,
     needs,
     switch,
     tensor,
     value,
 )
-from helpers.inputs.surface_images import IMAGE_MASK, MASK, PIXELS, RATIO_IDS, RATIO_MASK, ROWS, STATES, image_rows
-from helpers.inputs.surface_processor import processor_surfaces
 from helpers.models.template_models import make_processor
 from helpers.models.tiny_models import make_model, token_ids
+from helpers.models.word_models import make_text_checkpoint, make_vision_checkpoint
 from hf_xattn import (
     CrossAttentionConfig,
     GatedCrossAttention,
@@ -39,6 +44,7 @@ from hf_xattn import (
     XAttnDataCollator,
     XAttnForConditionalGeneration,
     XAttnModel,
+    XAttnProcessor,
     importers,
 )
 from hf_xattn.cache import image_cache
@@ -188,6 +194,17 @@ def call_cache(function, **given):
 ENCODED = value(none=None, kind=[1], size=EncoderDecoderCache(DynamicCache(), DynamicCache()))
 
 
+def call_processor(**given):
+    made = XAttnProcessor(**parts())
+    return made(**needs(given, text="a dog"))
+
+
+def call_chat(**given):
+    """With an answer at the end, so that it can be continued."""
+    chat = [{"role": "user", "content": "a dog"}, {"role": "assistant", "content": "a cat"}]
+    return XAttnProcessor(**parts()).apply_chat_template(**needs(given, conversation=chat, tokenize=True))
+
+
 SURFACES = {
     "collate": Surface(
         XAttnDataCollator.__call__,
@@ -212,7 +229,6 @@ SURFACES = {
             cache=value(none=Fine(None), kind=Wrong(((STATES, STATES),), "tuple")),
             image_rows=value(none=Fine(None), kind=ROWS.numpy(), size=Wrong(ROWS, "generate")),
         ),
-        misspelt=(ValueError, TypeError),
         fields={*IMAGE_ARGUMENTS, "inputs", "input_ids", "inputs_embeds", "cache"},
     ),
     "encode_images": Surface(
@@ -243,7 +259,36 @@ SURFACES = {
             "return_dict": switch(),
         },
     ),
-    **processor_surfaces(parts),
+    "processor": Surface(
+        XAttnProcessor.__call__,
+        call_processor,
+        {
+            "images": value(none=Fine(None), kind=3, rank=torch.zeros(3), dtype=Wrong([3], "got int")),
+            "videos": value(none=Fine(None), kind=3, rank=torch.zeros(2, 3, 3), size=Wrong([[]], "no frames")),
+            "text": value(
+                none=Wrong(None, "`images` or both"),
+                kind=3,
+                rank=Wrong([["a"]], "list with list"),
+                size=Wrong([], "empty"),
+                dtype=Wrong([3], "list with int"),
+            ),
+        },
+        fields={"images", "videos", "text"},
+    ),
+    "chat": Surface(
+        XAttnProcessor.apply_chat_template,
+        call_chat,
+        {
+            "conversation": value(
+                none=None,
+                kind="a dog",
+                rank=Wrong([3], "message 0.*int"),
+                size=Wrong([], "empty"),
+                dtype=Wrong([[3]], "message 0"),
+            ),
+        },
+        fields={"conversation"},
+    ),
     "mask_labels": Surface(
         XAttnForConditionalGeneration.mask_labels,
         call_of("mask_labels"),
@@ -287,12 +332,3 @@ CASES = [
 def test_misfits_are_named(name, argument, kind):
     """An argument taken without a word, or an error from deep inside that names nothing."""
     check_case(SURFACES[name], argument, SURFACES[name].rows[argument][kind])
-
-
-MISSPELT = [(name, argument) for name, surface in SURFACES.items() for argument in surface.rows]
-
-
-@pytest.mark.parametrize(("name", "argument"), MISSPELT, ids=["-".join(case) for case in MISSPELT])
-def test_misspelt_names_are_refused(name, argument):
-    """A misspelt argument that is ignored."""
-    check_misspelt(SURFACES[name], argument)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from transformers import (
     AutoTokenizer,
     ResNetConfig,
@@ -17,6 +16,7 @@ from transformers import (
 
 from helpers.inputs.training_examples import COLOURS
 from helpers.models import own_parts
+from helpers.models.word_models import make_text_checkpoint, make_vision_checkpoint
 from helpers.references.ridge_regression import ridge
 from hf_xattn import XAttnProcessor, align_connector, retrofit
 from hf_xattn.parts.grid_code import GridCode

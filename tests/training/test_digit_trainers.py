@@ -21,7 +21,6 @@ from hf_xattn import sharding_units
 
 DIGITS = EXAMPLES / "digits"
 pytestmark = needs_part("AutoImageProcessor without torchvision")
-TRAINERS = ("with_trainer", "with_trl", "with_accelerate", "with_fsdp2")
 DEMO = 0.95  # of the digits; the card of the demo says 97.9 % for seed 0, and 95.7 % for the lowest of three seeds
 
 

@@ -39,7 +39,13 @@ def losses(model, folder, given=ITEMS, n_gpu=None):
     return *computed, heads
 
 
-@pytest.mark.parametrize("model_type", SERVED)
+# Heads of every kind: plain, scaled, capped, with a bias, behind experts, states, and layers that fetch images.
+FEW = {"llama", "gemma2", "cohere", "gptj", "gpt2", "bloom", "mixtral", "mamba2", "jamba", "granite", "opt", "codegen"}
+
+
+@pytest.mark.parametrize(
+    "model_type", [each if each in FEW else pytest.param(each, marks=pytest.mark.slow) for each in SERVED]
+)
 def test_loss_and_gradients(model_type, tmp_path):
     """A decoder that keeps other positions than it is asked for, or whose loss reads other labels."""
     model = freeze(randomize(retrofitted(make_tiny(model_type)))).train()

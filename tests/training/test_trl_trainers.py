@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-from tiny_chat import CHAT_TEMPLATE
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from helpers.checkout import EXAMPLES
@@ -16,6 +15,12 @@ from hf_xattn import XAttnDataCollator, XAttnProcessor, retrofit
 QUESTIONS = ["what is it ?", "how many cat in the picture ?"]
 CHOSEN, REJECTED = "a dog", "an cat is a picture"
 MARKER = "<image>"
+# TRL looks for ends of turns.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ' : ' }}{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}"
+    "{{ ' [EOS] ' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant : ' }}{% endif %}"
+)
 
 
 @pytest.fixture

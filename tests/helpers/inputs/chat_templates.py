@@ -1,8 +1,8 @@
 """Chat templates, written here in each style of the families of text models, and a processor for them."""
 
-from tiny_checkpoints import make_picture
 from transformers import SiglipImageProcessorPil
 
+from helpers.models.word_models import make_picture
 from hf_xattn import XAttnProcessor
 
 

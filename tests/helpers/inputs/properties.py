@@ -6,7 +6,6 @@ pytest -m slow -k NAME` draws them again. A case that fails is printed with the 
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 from collections.abc import Callable
@@ -18,25 +17,11 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from helpers.models import own_parts
-from helpers.models.tiny_models import make_text, randomize, vision_config
-from hf_xattn import CrossAttentionConfig, XAttnConfig, XAttnForConditionalGeneration
+from helpers.conversations.bank import BLOCKS, RULES, bank, draw_text
+from hf_xattn import CrossAttentionConfig, XAttnForConditionalGeneration
 
 
-MARKER = 3
-DECODERS = ("llama", "mistral", "gemma3", "gpt2", "qwen3", "opt", "mixtral")
-RULES = ("all", "previous", "latest", "latest_group")
-# What blocks may be, beside the default.
-BLOCKS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "one K/V head, quiet": {"num_key_value_heads": 1, "quiet_softmax": True},
-    "norms of queries and keys": {"qk_norm": True, "norm_type": "layernorm", "qk_norm_eps": 1e-4},
-    "positions": {"position_bias": True},
-    "a gate for each token": {"gate": "token"},
-    "a code of positions": {"position": own_parts.TURNING, "qk_norm": True},
-    "as KempnerForge": {"gate": "none", "mlp_type": "plain", "hidden_act": "gelu"},
-    "wide heads, biases": {"head_dim": 12, "attention_bias": True, "mlp_bias": True, "gate_granularity": "channel"},
-}
+DENSE = ("llama", "mistral", "gemma3", "gpt2", "qwen3", "opt", "mixtral")
 
 
 def run(
@@ -184,7 +169,7 @@ class BatchCase:
 
     @property
     def model(self) -> XAttnForConditionalGeneration:
-        return model_of(self.decoder, self.rule, self.block)
+        return bank(self.decoder, self.rule, self.block).model
 
     @property
     def width(self) -> int:
@@ -192,10 +177,7 @@ class BatchCase:
 
     def row_ids(self, row: int) -> torch.Tensor:
         draw = random.Random(self.seed * 31 + row)
-        ids = [draw.randint(4, 95) for _ in range(self.lengths[row])]
-        for place in draw.sample(range(self.lengths[row]), self.images[row]):
-            ids[place] = MARKER
-        return torch.tensor(ids)
+        return torch.tensor(draw_text(draw, self.lengths[row], self.images[row]))
 
     @property
     def text(self) -> dict[str, torch.Tensor]:
@@ -240,29 +222,12 @@ class BatchCase:
         return {self.argument: self.pictures[row : row + 1, : self.images[row]]}
 
 
-@functools.cache
-def model_of(decoder: str, rule: str, block: str) -> XAttnForConditionalGeneration:
-    text = make_text(decoder)
-    torch.manual_seed(2)
-    config = XAttnConfig(
-        text_config=text.config,
-        vision_config=vision_config(),
-        cross_attention_layers=[0, 3],
-        cross_attention_config=BLOCKS[block],
-        image_token_id=MARKER,
-        image_visibility=rule,
-    )
-    model = randomize(XAttnForConditionalGeneration(config, text_model=text).eval())
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model
-
-
 @st.composite
 def batch_cases(draw: Any, rows: int = 3, side: str | None = None, least: int = 0) -> BatchCase:
     count = draw(st.integers(1, rows))
     images = tuple(draw(st.integers(least, 3)) for _ in range(count))
     return BatchCase(
-        draw(st.sampled_from(DECODERS)),
+        draw(st.sampled_from(DENSE)),
         draw(st.sampled_from(RULES)),
         draw(st.sampled_from(list(BLOCKS))),
         draw(st.sampled_from(["states", "pixels"])),

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from helpers.models.tiny_models import pixels
 from hf_xattn.utils.transformers_api import CACHE
 
 
-# None; another type; another number of axes; another size; another dtype; another device; and, for every argument, a
-# misspelt name.
+# None; another type; another number of axes; another size; another dtype; another device.
 KINDS = ("none", "type", "rank", "size", "dtype", "device")
 
 
@@ -48,14 +48,12 @@ class Surface:
         function (`Callable`): its signature is read.
         call (`Callable`): calls it with the arguments that a case gives, beside those that it needs.
         rows (`dict`): for each argument, a value for each of `KINDS`.
-        misspelt (`tuple[type, ...]`): what a misspelt name raises.
         fields (`set[str]`, *optional*): names of the arguments, where no signature holds them.
     """
 
     function: Callable[..., Any]
     call: Callable[..., Any]
     rows: dict[str, dict[str, Any]]
-    misspelt: tuple[type[Exception], ...] = (TypeError,)
     fields: set[str] | None = None
 
     @property
@@ -87,17 +85,6 @@ def check_case(surface: Surface, argument: str, case: Any) -> None:
             assert any(came in message for came in _as_words(value)), f"what came is not named: {message}"
     else:
         raise AssertionError(f"`{argument}` was taken: {_as_words(value)[0]}")
-
-
-def check_misspelt(surface: Surface, argument: str) -> None:
-    """Calls the function with a name that lacks a letter."""
-    name = argument[:-2] + argument[-1]
-    try:
-        surface.call(**{name: None})
-    except surface.misspelt as error:
-        assert re.search(rf"\b{name}\b", str(error)), f"{name!r} is not named: {error}"
-    else:
-        raise AssertionError(f"`{name}` was taken without a word")
 
 
 def _as_words(value: Any) -> list[str]:
@@ -154,3 +141,51 @@ def value(*, none: Any, kind: Any, size: Any = NOTHING, rank: Any = NOTHING, dty
 def needs(given, **needed):
     """Arguments of a case, and those that it needs beside it; `None` of a case is passed."""
     return {**{name: value for name, value in needed.items() if name not in given}, **given}
+
+
+# --- the image arguments
+
+PIXELS, STATES = pixels(), torch.randn(2, 5, 32)
+FEATURES = torch.randn(2, 1, 16, 24)  # of the tower
+MASK, IMAGE_MASK = torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 1, dtype=torch.bool)
+ROWS = torch.tensor([0, 0])
+RATIO_IDS, RATIO_MASK = torch.ones(1, 1, dtype=torch.long), torch.ones(1, 1, 4, dtype=torch.long)
+
+
+def image_rows(**more):
+    """The image arguments, wherever they are taken."""
+    rows = {
+        "pixel_values": tensor(
+            PIXELS,
+            device=True,
+            none=Fine(None),
+            size=torch.zeros(2, 1, 3, 33, 32),
+            dtype=torch.zeros(2, 1, 3, 32, 32, dtype=torch.uint8),
+        ),
+        "image_mask": tensor(
+            IMAGE_MASK, device=True, none=Fine(None), size=torch.ones(2, 3, dtype=torch.bool), dtype=IMAGE_MASK.float()
+        ),
+        "cross_attention_states": tensor(
+            STATES, device=True, none=Fine(None), size=STATES[..., 1:], dtype=STATES.long()
+        ),
+        "cross_attention_mask": tensor(
+            MASK, device=True, none=Fine(None), size=torch.ones(2, 6, dtype=torch.bool), dtype=MASK.float()
+        ),
+        "aspect_ratio_ids": tensor(
+            RATIO_IDS, none=Wrong(None, "required"), size=RATIO_IDS.repeat(1, 2), dtype=RATIO_IDS * 1.0
+        ),
+        "aspect_ratio_mask": tensor(
+            RATIO_MASK, none=Wrong(None, "required"), size=RATIO_MASK[..., 1:], dtype=Fine(RATIO_MASK * 1.0)
+        ),
+        "image_attention_mask": tensor(
+            torch.ones(2, 7, 1),
+            none=Fine(None),
+            size=torch.ones(2, 7, 3),
+            dtype=Fine(torch.ones(2, 7, 1, dtype=torch.long)),
+        ),
+        "vision_features": tensor(
+            FEATURES, device=True, none=Fine(None), size=FEATURES[..., 1:], dtype=FEATURES.long()
+        ),
+        "image_rows": tensor(ROWS, device=True, none=Fine(None), size=ROWS.repeat(2), dtype=ROWS.float()),
+    }
+    return {**rows, **more}

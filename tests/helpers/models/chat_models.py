@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoTokenizer
 
 from helpers.models.tiny_models import randomize
+from helpers.models.word_models import make_text_checkpoint, make_vision_checkpoint
 from hf_xattn import XAttnProcessor, retrofit
 from hf_xattn.utils.transformers_api import AutoImageProcessor
 

@@ -58,18 +58,6 @@ def close(first, second):
     return torch.allclose(first, second, atol=1e-4)
 
 
-def sees_of(ids, rule, num_images, tokens=16):
-    """`(batch, text_len, num_images * tokens)` by the rule, counted with loops."""
-    mask = torch.zeros(*ids.shape, num_images, dtype=torch.bool)
-    for row, line in enumerate(ids.tolist()):
-        count = 0
-        for step, token in enumerate(line):
-            count = min(count + (token == MARKER), num_images)
-            first = {"previous": 0, "latest": max(count - 1, 0)}[rule]
-            mask[row, step, first:count] = True
-    return mask.repeat_interleave(tokens, dim=-1)
-
-
 def states_of(model, images):
     """The features of images, `(batch, num_images, tokens, context_size)`."""
     with torch.no_grad():

@@ -4,10 +4,10 @@ import shlex
 
 import pytest
 from PIL import Image
-from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainerCallback
 
 from helpers.models.chat_models import answer, question
+from helpers.models.word_models import make_picture, make_text_checkpoint, make_vision_checkpoint
 from hf_xattn.commands.main import main
 
 

@@ -57,6 +57,8 @@ CASES = {
     "wrapper": ("llama", ("vision",), "fsdp", "pixels", {"checkpointing": "wrapper"}),
     "channel checkpointing": ("bloom", ("text",), "fsdp", "features", {"checkpointing": "transformers"}),
     "channel wrapper": ("bloom", ("text",), "fsdp", "features", {"checkpointing": "wrapper"}),
+    "ddp, channel": ("bloom", (), "ddp", "no images", {}),
+    "ddp, checkpointing": ("llama", ("text",), "ddp", "no images", {"checkpointing": "transformers"}),
     "accelerate": ("llama", ("text", "vision"), "accelerate", "pixels", {}),
     "accelerate wrapper": ("gptj", (), "accelerate", "features", {"checkpointing": "wrapper"}),
     **{
