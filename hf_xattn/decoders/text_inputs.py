@@ -57,8 +57,8 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
                 f"Expected `position_ids` of shape (batch={rows}, text_len={length}), got {tuple(positions.shape)}."
             )
     kept = text.get("logits_to_keep")
-    if isinstance(kept, int) and kept < 0:
-        raise ValueError(f"Expected `logits_to_keep` to be at least 0, the number of last positions, got {kept}.")
+    if kept is not None and not isinstance(kept, torch.Tensor) and not (isinstance(kept, int) and kept >= 0):
+        raise ValueError(f"Expected `logits_to_keep` to be at least 0, the number of last positions, got {kept!r}.")
 
 
 def check_ids(name: str, ids: Any) -> None:
