@@ -4,6 +4,7 @@ import json
 import re
 import string
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from helpers.processes.warm_processes import run_ranks
 from hf_xattn.training import kept_text
 from hf_xattn.training.bad_rows import RowReader, resolved
 from hf_xattn.training.kept_text import KEPT_TEXT_FILE, PROMPTS, read_prompts
+from hf_xattn.training.launch import on_device
 from hf_xattn.training.run_folder import CHECKPOINTS, OPTIONS_FILE
 
 
@@ -179,7 +181,7 @@ def test_resumed(model, desk, tmp_path, capsys, monkeypatch):
         def stop(*_):
             raise KeyboardInterrupt
 
-        patch.setattr(kept_text, "_answers", stop)
+        patch.setattr(kept_text, "on_device", stop)
         with pytest.raises(SystemExit):
             run_training(capsys, *options, "--output", out)
     assert not (out / KEPT_TEXT_FILE).exists()
@@ -193,7 +195,7 @@ def test_resumed(model, desk, tmp_path, capsys, monkeypatch):
     interrupted(capsys, monkeypatch, 5, *options, "--output", out, "--resume")  # answers once more
     assert (out / KEPT_TEXT_FILE).read_text() == before
     with monkeypatch.context() as patch:
-        patch.setattr(kept_text, "_answers", None)  # not a third time
+        patch.setattr(kept_text, "on_device", None)  # not a third time
         status, printed, error = run_training(capsys, *options, "--output", out, "--resume")
     assert status == 0 and "checkpoint-4" in printed and "5 text prompts with answers" in printed, error
     assert same(out, whole) and not same(out, model)
@@ -285,26 +287,26 @@ def test_empty_answers(model, desk, tmp_path, capsys, monkeypatch):
     reads, where no rows are held out.
     """
     seen = watch(monkeypatch)
-    monkeypatch.setattr(kept_text, "_answers", lambda *_: ["", "a", "", "b", ""])
+    monkeypatch.setattr(kept_text, "on_device", lambda *_: ["", "a", "", "b", ""])
     status, out, error = run_training(capsys, *given(model, desk, "--steps", "1"), "--output", tmp_path / "out")
     assert status == 0 and "2 of 5 text prompts have an answer" in out and "left out" not in out, error
     assert [row["messages"][1]["content"] for row in kept(tmp_path / "out")] == ["a", "b"]
     assert sum(map(len, seen)) == 2 + len(CAPTIONS * 2)  # a step, and the comparison
 
 
-def test_a_model_that_does_not_fit(model, desk, tmp_path, capsys, monkeypatch):
+def test_a_model_that_does_not_fit(capsys):
     """A model that trains in shards, and is lost because no GPU holds all of it."""
-    answers, calls = kept_text._answers, []
+    calls, moves = [], []
+    model = SimpleNamespace(device=torch.device("cpu"), parameters=list, to=lambda device: moves.append(device.type))
 
-    def full(*given):
+    def full():
         calls.append(1)
         if len(calls) == 1:
             raise torch.OutOfMemoryError
-        return answers(*given)
+        return "answers"
 
-    monkeypatch.setattr(kept_text, "_answers", full)
-    status, out, error = run_training(capsys, *given(model, desk, "--steps", "1"), "--output", tmp_path / "out")
-    assert status == 0 and "it answers on the CPU" in out and len(kept(tmp_path / "out")) == 5, error
+    assert on_device(model, torch.device("cuda"), full) == "answers"
+    assert moves == ["cuda", "cpu", "cpu"] and "does not fit into the memory of cuda" in capsys.readouterr().out
 
 
 def test_refused(model, desk, tmp_path, capsys):
