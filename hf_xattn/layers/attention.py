@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from ..cache.image_layout import RealTokens
-from ..cache.states import States
+from ..cache.states import States, dense
 from ..configuration_xattn import CrossAttentionConfig
+from ..utils.distributed import is_distributed
 from ..utils.parts import POSITIONS
 from ..utils.projection import ImageLinear, to_dtype_of
 from ..utils.tensor_checks import check_floating, check_states, check_tensor
@@ -196,6 +197,10 @@ class GatedCrossAttention(nn.Module):
         output_attentions = context.recorder is not None and context.recorder.wants_weights
         dropout = self.attention_dropout if self.training else 0.0
         num_tokens = key.shape[2] - int(self.quiet_softmax)
+        if num_tokens == 1 and self._needs_no_scores(output_attentions, dropout):
+            heads = dense(value).repeat_interleave(self.num_groups, dim=1).reshape(rows, 1, 1, -1)
+            output = heads.expand(-1, repeats, text_len, -1).reshape(rows * repeats, text_len, -1)
+            return self.o_proj(_of_text(output, context)), None
         query = self._queries(hidden_states, None if context.positions is None else context.positions.query)
         num_heads = query.shape[2]
         group = num_heads // kv_heads
@@ -215,6 +220,13 @@ class GatedCrossAttention(nn.Module):
         weights = weights.view(rows, kv_heads, repeats, text_len, group, -1)[..., -num_tokens:]
         weights = weights.permute(0, 2, 1, 4, 3, 5).reshape(rows * repeats, num_heads, text_len, num_tokens)
         return output, _of_text(weights, context)
+
+    def _needs_no_scores(self, output_attentions: bool, dropout: float) -> bool:
+        """Whether the output for a single key is its value: the softmax over one key is 1, whatever the query."""
+        if self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled():
+            return False
+        # FSDP may gather the weights of these, which other processes use if their images have more tokens.
+        return (self.q_norm is None and self.position is None) or not is_distributed()
 
     def _queries(self, hidden_states: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """`(B, T, num_attention_heads, head_dim)`."""

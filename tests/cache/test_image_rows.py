@@ -144,7 +144,7 @@ def test_one_pass_and_one_projection_for_an_image(order):
 
 @torch.no_grad()
 def test_a_single_image_token():
-    """Images of one token, beside a text row that sees none."""
+    """The short cut for one key, beside a text row that sees none."""
     model, index = make_model(vision=False), torch.tensor([1, 0, 0, -1, 1, 1])
     states, ids = torch.randn(2, 1, 32), token_ids(6)
     every = states[index.clamp(min=0)]

@@ -22,7 +22,7 @@ from helpers.inputs.attention_inputs import (
 )
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
 from hf_xattn.layers import kernels
-from hf_xattn.layers.context import EVERYTHING
+from hf_xattn.layers.context import EVERYTHING, fold_mask
 from hf_xattn.layers.positions import Positions
 from hf_xattn.parts.position_bias import relative_position_bucket
 
@@ -233,6 +233,45 @@ def test_output_attentions(heads, quiet, mask):
     if mask is not None and mask.dim() == 3:
         total = total.transpose(1, 2)[mask.any(-1)]
     assert (total < 1).all() if quiet else torch.allclose(total, torch.ones_like(total))
+
+
+@pytest.mark.parametrize("heads", KV_HEADS)
+@pytest.mark.parametrize("fields", [{}, {"qk_norm": True, "attention_bias": True}, {"position_bias": True}])
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_single_key_is_the_value(heads, fields, repeats):
+    """Rules out a shortcut for one image token that differs from the general path, or ignores the mask."""
+    layer = make_layer(num_key_value_heads=KV_HEADS[heads], **fields)
+    hidden = torch.randn(BATCH * repeats, TEXT_LEN, HIDDEN)
+    key, value = layer.project_key_value(torch.randn(BATCH, 1, CONTEXT))
+    sees = torch.rand(BATCH * repeats, TEXT_LEN, 1) > 0.5
+    for mask in (None, sees, torch.tensor([True, False])[:, None, None]):
+        visibility = fold_mask(
+            mask,
+            image_rows=BATCH,
+            text_rows=BATCH * repeats,
+            text_len=TEXT_LEN,
+            group=4 // KV_HEADS[heads],
+        )
+        general = attend(layer, hidden, key, value, visibility)[0]
+        with torch.no_grad():
+            assert torch.equal(attend(layer, hidden, key, value, visibility)[0], general)
+
+
+def test_single_key_shortcut_skips_the_kernel(monkeypatch):
+    """Rules out a shortcut that is never taken, or taken where a gradient, weights or a null key need the kernel."""
+    calls = []
+    original = kernels._interface
+    monkeypatch.setattr(kernels, "_interface", lambda *args: calls.append(1) or original(*args))
+    hidden, states = inputs(num_tokens=1)
+    make_layer()(hidden, states)
+    assert len(calls) == 1
+    with torch.no_grad():
+        make_layer()(hidden, states)
+        assert len(calls) == 1
+        make_layer(quiet_softmax=True)(hidden, states)
+        make_layer()(hidden, states, output_attentions=True)
+        make_layer(attention_dropout=0.5).train()(hidden, states)
+        assert len(calls) == 4
 
 
 @pytest.mark.parametrize("num_tokens", [1, NUM_TOKENS])
