@@ -24,6 +24,7 @@ from ..cache.states import States, concatenate, map_states
 from ..cache.xattn_cache import XAttnCache
 from ..utils.checkpoint_files import Stored, read_headers, short
 from ..utils.distributed import is_split
+from ..utils.tensor_checks import type_name
 from ..utils.whole_folder import whole_file
 from .int8_states import INT8, Int8States
 
@@ -39,9 +40,14 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
     """Combines image caches of several calls into one batch. Rows with fewer images are padded and masked.
 
     Raises:
-        TypeError: if `caches` holds something else than caches.
-        ValueError: if a cache holds no images, or the caches come from different models or differ in `cache_dtype`.
+        TypeError: if `caches` is not a list of caches.
+        ValueError: if the list is empty, a cache holds no images, or the caches come from different models or differ
+            in `cache_dtype`.
     """
+    if not isinstance(caches, Sequence):
+        raise TypeError(f"Expected `caches` to be a list of image caches, got {type_name(caches)}.")
+    if not caches:
+        raise ValueError("Expected `caches` to hold at least one image cache, got an empty list.")
     parts = [images_of(f"caches[{index}]", cache) for index, cache in enumerate(caches)]
     shapes = {(len(cross.layers), *cross.layers[0].keys.shape[1::2]) for cross, _ in parts}
     if len(shapes) > 1:

@@ -174,12 +174,11 @@ def test_generates_added_tokens():
 
 
 def test_wrong_sizes_are_refused():
-    """Negative sizes, a head without rows, a marker that no table holds, a resize that would move the added ids."""
+    """Negative sizes, a marker that no table holds, a resize that would move the added ids."""
     text = make_text().config
     for fields, message in (
         ({"additional_vocab_size": -1}, "additional_vocab_size"),
         ({"additional_vocab_size": True}, "additional_vocab_size"),
-        ({"additional_vocab_in_head": True}, "needs `additional_vocab_size`"),
         ({"additional_vocab_size": 2, "image_token_id": VOCAB_SIZE + 2}, f"{VOCAB_SIZE + 2} entries"),
     ):
         with pytest.raises((ValueError, StrictDataclassError), match=message):
