@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -170,7 +171,7 @@ def test_configuration_without_its_code(checkpoints):
     again = XAttnConfig.from_pretrained(checkpoints / "config")
     assert again.text_config.to_dict() == config.text_config.to_dict()
     assert again.cross_attention_config.hidden_size == 32
-    with pytest.raises(ValueError, match="'image_visibility' expected one of"):
+    with pytest.raises(StrictDataclassError, match="'image_visibility' expected one of"):
         AutoConfig.from_pretrained(folder, image_visibility="first")
     with pytest.raises(ValueError, match=r"2 layers.*got \[9\]"):
         AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True, cross_attention_layers=[9])
