@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import get_cpu_distributed_information  # what the launcher has set, also for GPUs
 
 from ..utils.tensor_checks import is_quantized
 
@@ -15,11 +14,18 @@ Made = TypeVar("Made")
 
 
 def num_processes() -> int:
-    return get_cpu_distributed_information().world_size
+    return _as_launched().world_size
 
 
 def is_first_process() -> bool:
-    return get_cpu_distributed_information().rank == 0
+    return _as_launched().rank == 0
+
+
+def _as_launched() -> Any:
+    """Rank and number of processes, as the launcher has set them, also for GPUs."""
+    from accelerate.utils import get_cpu_distributed_information  # an environment of vLLM has no accelerate
+
+    return get_cpu_distributed_information()
 
 
 def gpus_of_a_process(device: str) -> int:
