@@ -315,7 +315,8 @@ def test_accumulated_processes_and_features(model, tmp_path, capsys):
     for name in ("accumulated", "features", "ranks"):
         for own, other in zip(history(tmp_path / name, 6), logged, strict=True):
             assert own["loss"] == pytest.approx(other["loss"], rel=1e-3), name
-            assert own.get("text_kl") == pytest.approx(other.get("text_kl"), rel=2e-2), name
+            text = other.get("text_kl")  # None of a batch without a text
+            assert own.get("text_kl") == (None if text is None else pytest.approx(text, rel=2e-2)), name
         # Adam's first steps turn roundings of tiny gradients into whole steps.
         assert close(weights(tmp_path / name), whole, atol=2e-2), name
     card = (tmp_path / "whole" / "README.md").read_text()
