@@ -90,9 +90,18 @@ def add_images(parser: argparse._ActionsContainer, required: bool = False) -> No
     parser.add_argument("--image", action="append", required=required, metavar="FILE", help=told)
 
 
+class _Once(argparse.Action):
+    """Refuses an option that is given again: of two sources argparse would keep the last one."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if (first := getattr(namespace, self.dest)) is not None:
+            raise argparse.ArgumentError(self, f"expected one source, got {first!r} and {values!r}")
+        setattr(namespace, self.dest, values)
+
+
 def add_data(parser: argparse.ArgumentParser, told: str, **options: Any) -> None:
     """Adds the options that name a source of rows."""
-    parser.add_argument("--data", required=True, metavar="SOURCE", help=told, **options)
+    parser.add_argument("--data", required=True, metavar="SOURCE", help=told, **{"action": _Once, **options})
     pictures = "where names of pictures begin (default: the folder of the source)"
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=pictures)
 

@@ -113,6 +113,13 @@ def test_a_bug_keeps_its_traceback(saved, monkeypatch):
             main(["inspect", str(saved / "model")])
 
 
+def test_a_second_source(capsys):
+    """Questions that are not asked, because a later option has taken the place of theirs."""
+    with pytest.raises(SystemExit):
+        main(["eval", "model", "--data", "one", "--data", "two"])
+    assert "--data: expected one source, got 'one' and 'two'" in capsys.readouterr().err
+
+
 def test_the_command_alone(capsys):
     """An error about a missing argument, where a person asks what there is."""
     assert main([]) == 0
