@@ -30,8 +30,9 @@ from ..evaluation.questions import Question, questions_of
 from ..processing.image_reading import read_image
 from ..training.run_data import hold_out
 from ..utils.projection import multiplies_natively
-from .evaluate import measure, questions_of_data
-from .main import _parser
+from .evaluate import measure, questions_of_data, register_eval
+from .retrofit import register_retrofit
+from .train import register_train
 
 
 SMOLLM2 = "smollm2"
@@ -180,7 +181,11 @@ def _parsed(*words: Any, shown: bool = False) -> argparse.Namespace:
     line = list(map(str, words))
     if shown:
         print(f"$ {shlex.join(['hf-xattn', *line])}", flush=True)
-    return _parser().parse_args(line)
+    parser = argparse.ArgumentParser(prog="hf-xattn")
+    commands = parser.add_subparsers(dest="command")
+    for register in (register_retrofit, register_train, register_eval):
+        register(commands)
+    return parser.parse_args(line)
 
 
 def _run(*words: Any) -> None:

@@ -23,7 +23,6 @@ from patch_labels import CHARACTERS, HEADS, PATCHES, VOCABULARY, label_patches
 from PIL import Image, ImageDraw
 from scenes import COLOURS, NUMBERS, OUTLINES
 from sealed_list import placeholders, plain
-from splits import open_split
 
 from helpers.checkout import EXAMPLES
 from helpers.models.word_models import make_text_checkpoint
@@ -57,7 +56,7 @@ def seal(tmp_path, monkeypatch):
 def stopped(capsys, *arguments):
     """What a run that stops says."""
     with pytest.raises(SystemExit) as stop:
-        make_scenes.main([str(argument) for argument in arguments])
+        make_scenes.main(list(map(str, arguments)))
     assert stop.value.code == 2
     return capsys.readouterr().err
 
@@ -65,7 +64,7 @@ def stopped(capsys, *arguments):
 @pytest.fixture(scope="module")
 def rows():
     """Rows of many pictures, by kind."""
-    split = open_split("train", 5)
+    split = splits.open_split("train", 5)
     by_kind = {}
     for index in range(PICTURES):
         for row in rows_of(split, index)[1]:
@@ -148,9 +147,9 @@ def test_no_phrasing_is_in_two_splits():
 def test_no_picture_is_in_two_splits(seal):
     """Splits that draw the same pictures from the same seed, or fonts of another split."""
     seal(seed="0")
-    each = [open_split(name, 0, open_sealed=True) for name in ("train", "development", "sealed")]
+    each = [splits.open_split(name, 0, open_sealed=True) for name in ("train", "development", "sealed")]
     seen, used = [], []
-    for split in [*each, open_split("train", 1)]:
+    for split in [*each, splits.open_split("train", 1)]:
         drawn = [draw(split, index) for index in range(160)]
         seen.append({hashlib.sha256(one.image.tobytes()).digest() for one in drawn})
         used.append({word.font for one in drawn for word in one.words})
@@ -180,7 +179,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
     assert first == contents(tmp_path / "b") and len(first) > 100
     assert said[0] == said[1] and "500 rows about 113 pictures" in said[0]
     assert "| relate | 57 | 4 |" in said[0] and "SHA-256 of rows and pictures" in said[0]
-    split = open_split("train", 0)
+    split = splits.open_split("train", 0)
     lines = [json.loads(line) for line in first["metadata.jsonl"].decode().splitlines()]
     assert len(lines) == 500 and lines == [row for index in range(113) for row in rows_of(split, index)[1]][:500]
     make_scenes.main([str(tmp_path / "c"), "--rows=500", "--seed=1", "--processes=1"])
@@ -217,7 +216,7 @@ def test_captions(tmp_path, capsys):
         for name, content in contents(tmp_path / "captions").items()
         if name in asked and name != "metadata.jsonl"
     )
-    split = open_split("train", 0)
+    split = splits.open_split("train", 0)
     for index, line in enumerate(lines):
         drawn = draw(split, index)
         assert set(line) == {"file_name", "text"} and line["file_name"] == f"{index:06}.jpg"
@@ -242,7 +241,7 @@ def test_statements(tmp_path, capsys):
     make_scenes.main([str(tmp_path / "said"), "--statements", "--rows=160", "--processes=1"])
     assert "160 rows about 160 pictures" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "said" / "metadata.jsonl").read_text().splitlines()]
-    split, order = open_split("train", 0), []
+    split, order = splits.open_split("train", 0), []
     for index, line in enumerate(lines):
         assert set(line) == {"file_name", "text"} and line["file_name"] == f"{index:06}.jpg"
         parts = line["text"].split("; ")
@@ -304,7 +303,7 @@ def test_chats(tmp_path, capsys):
     make_scenes.main([str(tmp_path / "chats"), "--chats", "--rows=40", "--processes=1"])
     assert "40 rows about 36 pictures" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "chats" / "metadata.jsonl").read_text().splitlines()]
-    split, chats = open_split("train", 0), [line for line in lines if "texts" in line]
+    split, chats = splits.open_split("train", 0), [line for line in lines if "texts" in line]
     assert len(lines) - len(chats) == 4 and all(line["kind"] == "text" for line in lines if line not in chats)
     for index, line in enumerate(chats):
         picture, rows = rows_of(split, index)
@@ -322,7 +321,7 @@ def test_shards(tmp_path):
     make_scenes.main([str(tmp_path / "shards"), "--rows=230", "--shards=3", "--processes=1"])
     files = sorted((tmp_path / "shards").iterdir())
     assert [file.name for file in files] == [f"train-{number:05}.tar" for number in range(3)]
-    split = open_split("train", 0)
+    split = splits.open_split("train", 0)
     expected = [(rows_of(split, index)[0], row) for index in range(60) for row in rows_of(split, index)[1]]
     found, keys = [], set()
     for file in files:
@@ -387,7 +386,7 @@ def test_the_sealed_list_is_new(seal):
     ):
         seal(**changes)
         with pytest.raises(ValueError, match=message):
-            open_split("sealed", 0, open_sealed=True)
+            splits.open_split("sealed", 0, open_sealed=True)
 
 
 def test_the_committed_list_fits_its_hash():
@@ -440,7 +439,7 @@ def first_letter_centre(word, side):
 
 def test_patches_are_named_after_what_they_show():
     """A tower that learns the letters, objects or values of other places."""
-    split = open_split("train", 3)
+    split = splits.open_split("train", 3)
     letters = 0
     for index in range(48):
         drawn = draw(split, index)
@@ -491,7 +490,7 @@ def test_a_tower_can_be_trained_and_retrofitted(tmp_path, capsys):
     assert main(["retrofit", str(text), "--vision", str(tower), "--output", str(tmp_path / "fresh")]) in (0, None)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "fresh")
     processor = AutoProcessor.from_pretrained(tmp_path / "fresh")
-    picture = draw(open_split("train", 0), 0).image
+    picture = draw(splits.open_split("train", 0), 0).image
     pixels = processor(images=[picture], text="what is it ?", return_tensors="pt")["pixel_values"]
     assert pixels.shape[-2:] == (224, 224)
     images = model.encode_images(pixel_values=pixels)
