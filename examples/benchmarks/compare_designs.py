@@ -208,7 +208,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     questions = questions_of(load_rows(options.development), by="kind")[: options.questions]
     untrained = Design(BLOCKS, options.fresh, **where)
     texts = TextAbility(untrained, questions, options.batch_size)
-    design = Design(options.design, options.fresh, untrained.parameters, **where)
+    words_of = load_rows(options.words_of) if options.words_of else None
+    design = Design(options.design, options.fresh, untrained.parameters, words_of=words_of, **where)
     if design.name == BLOCKS:
         check_started_rate(design.model, options.started_rate)
     flop = course.operations(design)
@@ -232,6 +233,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "learning rates": {f"{each:g}": loss for each, loss in reached.items()},
         "learning rate": rate,
         "share of it for started weights": options.started_rate if design.started else None,
+        "started by words": words_of is not None,
         "losses": losses,
         "seconds of a step": a_step,
         "largest memory, MB": memory / 2**20,
@@ -247,6 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--design", choices=DESIGNS, required=True)
     parser.add_argument("--data", nargs="+", required=True, help="rows to train on, as for `hf-xattn train --data`")
     parser.add_argument("--development", required=True, help="rows to ask")
+    parser.add_argument("--words-of", nargs="+", help="rows by whose words each design starts, without a learning rate")
     parser.add_argument("--questions", type=int, default=2000, help="so many of them, from the first on")
     parser.add_argument("--pflop", type=float, default=0.5, help="compute of a run, in 1e15 operations (default: 0.5)")
     parser.add_argument("--steps", type=int, help="steps of a run, in place of --pflop")

@@ -13,7 +13,15 @@ from torch import nn
 from transformers import AutoProcessor, ViTConfig
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, XAttnProcessor, freeze_base, remove_blocks
+from hf_xattn import (
+    XAttnDataCollator,
+    XAttnForConditionalGeneration,
+    XAttnProcessor,
+    align_connector,
+    freeze_base,
+    remove_blocks,
+    retrofit,
+)
 from hf_xattn.training.freezing import starts_at_zero
 
 
@@ -53,6 +61,7 @@ class Design:
         parameters (`int`, *optional*): about so many train; not for the blocks, which are as they are.
         dtype (`torch.dtype`): of the frozen weights and of the computation. Weights are float32 while they train.
         device (`str`): where it runs.
+        words_of (`Sequence`, *optional*): rows by whose words connector and blocks, or the projector, start.
     """
 
     def __init__(
@@ -62,17 +71,22 @@ class Design:
         parameters: int = 0,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        words_of: Sequence[Any] | None = None,
     ):
         self.name = name
         processor: Any = AutoProcessor.from_pretrained(fresh)
-        seeing = XAttnForConditionalGeneration.from_pretrained(fresh, dtype=dtype)
+        seeing = XAttnForConditionalGeneration.from_pretrained(fresh, dtype=torch.float32)
+        if words_of is not None and name == BLOCKS:
+            align_connector(seeing, processor, words_of)
+        started = started_projector(seeing, processor, words_of) if words_of is not None and name != BLOCKS else None
+        seeing = seeing.to(dtype)
         if name == BLOCKS:
             self.model: Any = freeze_base(seeing)
             self.body, self.head = seeing.model, seeing.get_output_embeddings()
             self.chats: Any = processor
         else:
             processor = with_marker(processor)
-            self.model, self.body, self.head = self._llava(seeing, processor, parameters)
+            self.model, self.body, self.head = self._llava(seeing, processor, parameters, started)
             self.chats = LlavaChats(processor, self.model.config.image_seq_length)
         self.model.to(device)
         self.trained = [each for each in self.model.parameters() if each.requires_grad]
@@ -85,7 +99,9 @@ class Design:
         self.tokenizer = processor.tokenizer
         self._collate = XAttnDataCollator(processor, padding_side="right")
 
-    def _llava(self, seeing: Any, processor: XAttnProcessor, parameters: int) -> tuple[Any, Any, Any]:
+    def _llava(
+        self, seeing: Any, processor: XAttnProcessor, parameters: int, started: list[nn.Linear] | None
+    ) -> tuple[Any, Any, Any]:
         tower = seeing.model.vision_tower
         if not hasattr(tower.config, "hidden_size"):
             size = processor.image_processor.size
@@ -94,7 +110,7 @@ class Design:
         model = llava_of(base, tower, processor.image_token_id)
         projector, sizes = model.model.multi_modal_projector, (tower.config.hidden_size, base.config.hidden_size)
         inner = max(1, round((parameters - sizes[1]) / (sum(sizes) + 1))) if self.name == PROJECTOR else sizes[1]
-        projector.linear_1, projector.linear_2 = nn.Linear(sizes[0], inner), nn.Linear(inner, sizes[1])
+        projector.linear_1, projector.linear_2 = started or (nn.Linear(sizes[0], inner), nn.Linear(inner, sizes[1]))
         projector.to(base.dtype)
         if self.name == PROJECTOR:
             return model, model.model, model.lm_head
@@ -151,6 +167,27 @@ class Design:
             pixels, mask = batch["pixel_values"], batch.get("image_mask")
             padded["pixel_values"] = pixels.flatten(0, 1) if mask is None else pixels[mask]
         return padded
+
+
+def started_projector(seeing: Any, processor: XAttnProcessor, rows: Sequence[Any]) -> list[nn.Linear]:
+    """The two layers of Llava's projector, started by words as blocks are: an image token is near the embeddings of the
+    words that tell what it shows. The inner width is Llava's, the hidden size of the text model.
+    """
+    tower = copy.deepcopy(seeing.model.vision_tower)
+    text = remove_blocks(copy.deepcopy(seeing))
+    read = retrofit(text, tower, cross_attention_layers=[0], connector_type="mlp")  # the states in front of layer 0
+    align_connector(read, processor, rows, blocks=False)
+    embeddings: torch.Tensor = text.get_input_embeddings().weight.detach()
+    mean = embeddings.mean(0)
+    size = (embeddings - mean).square().mean().sqrt()
+    layers = []
+    for layer in (each for each in read.model.connector.layers if isinstance(each, nn.Linear)):
+        layers.append(nn.Linear(layer.in_features, layer.out_features))
+        layers[-1].load_state_dict(layer.state_dict())
+    with torch.no_grad():  # the image tokens have a mean of zero and the size 1, as a block's norm makes states
+        layers[-1].weight *= size
+        layers[-1].bias.mul_(size).add_(mean)
+    return layers
 
 
 def with_marker(processor: XAttnProcessor) -> XAttnProcessor:

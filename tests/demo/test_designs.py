@@ -9,6 +9,7 @@ import torch
 from compare_designs import Course
 from designs import BLOCKS, DESIGNS, IMAGE_TOKEN, LORA, PROJECTOR, Design, Features
 from llava_peer import llava_of
+from PIL import Image
 from text_questions import holds
 from transformers import (
     AutoModel,
@@ -168,3 +169,25 @@ def test_a_right_word_is_a_whole_word():
     """`ice` found in `juice`: a wrong answer that counts."""
     assert holds("It is called Ice.", "ice") and holds("H2O!", "H2O") and holds("the Sun's light", "Sun")
     assert not holds("It is called juice.", "ice") and not holds("A million animals.", "lion")
+
+
+def test_a_projector_starts_by_words(folder, tmp_path):
+    """A peer that starts at random beside blocks that do not, or one whose image tokens are as large as no word is."""
+    colours = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
+    for name, colour in colours.items():
+        Image.new("RGB", (224, 224), colour).save(tmp_path / f"{name}.png")
+    lines = [json.dumps({"file_name": f"{name}.png", "text": name}) for name in colours]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+    design = Design(PROJECTOR, folder / "fresh", 2000, words_of=load_rows(tmp_path))
+    assert design.model.model.multi_modal_projector.linear_1.weight.requires_grad
+    embeddings = design.model.get_input_embeddings().weight.detach()
+    tokenizer = design.tokenizer
+    words = {name: embeddings[tokenizer(name, add_special_tokens=False)["input_ids"][0]] for name in colours}
+    mean = torch.stack(list(words.values())).mean(0)
+    for row, name in zip(load_rows(tmp_path), colours):
+        with torch.no_grad():
+            tokens = design.model.get_image_features(design.batch([row])["pixel_values"]).pooler_output[0]
+        found = tokens.mean(0) - embeddings.mean(0)
+        likeness = {each: torch.cosine_similarity(found, word - mean, dim=0) for each, word in words.items()}
+        assert max(likeness, key=likeness.get) == name and likeness[name] > 0.5
+        assert 0.3 < found.norm() / (words[name] - mean).norm() < 3
