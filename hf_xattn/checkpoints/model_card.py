@@ -83,7 +83,7 @@ def write_model_card(
         `bool`: whether the card was written. False if a person wrote or changed the one that is there.
     """
     path = Path(folder) / CARD
-    if path.exists() and not _may_be_replaced(path.read_text(encoding="utf-8", errors="replace"), trainer is not None):
+    if path.exists() and is_edited(path.read_text(encoding="utf-8", errors="replace"), trainer is not None):
         logger.info(f"{path} is kept: a person wrote or changed it.")
         return False
     if trainer is not None:
@@ -94,11 +94,14 @@ def write_model_card(
     return True
 
 
-def _may_be_replaced(text: str, by_trainer: bool) -> bool:
-    """Whether no person wrote or changed a card. The digest in our own tells."""
+def is_edited(text: str, after_training: bool = False) -> bool:
+    """Whether a person wrote or changed a card: its digest is not the one that this package wrote into it.
+
+    After a training, `Trainer`'s own draft counts as written by nobody.
+    """
     if (found := re.search(MARK.format("([0-9a-f]{64})"), text)) is not None:
-        return found[1] == _digest(text.replace(found[1], ""))
-    return is_blank_card(text) or (by_trainer and DRAFT in text)
+        return found[1] != _digest(text.replace(found[1], ""))
+    return not is_blank_card(text) and not (after_training and DRAFT in text)
 
 
 def _digest(text: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.utils import hub
+from transformers.utils import hub, logging
 
 from ..utils.checkpoint_files import CARD, SHARDS, SHARDS_OF_RANKS
 from ..utils.custom_code import save_code, save_parts_code
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel as Model  # which it is mixed into
 else:
     Model = object
+
+logger = logging.get_logger(__name__)
 
 # Keywords of `save_pretrained` that `adapter_only=True` takes or refuses itself. transformers overlooks unknown ones.
 SAVE_KEYWORDS = frozenset(
@@ -248,6 +250,13 @@ class XAttnSavingMixin(Model):
 
             write_model_card(self, folder)
 
+    def _is_edited(self, card: Path) -> bool:
+        if PACKAGE != "hf_xattn" or not card.is_file():
+            return False
+        from .model_card import is_edited
+
+        return is_edited(card.read_text(encoding="utf-8"))
+
     def barrier_after_gathered_checkpoint_save(self, *args, **kwargs) -> None:
         """transformers calls this when it has written its files, which have not their places yet."""
 
@@ -261,13 +270,20 @@ class XAttnSavingMixin(Model):
     ) -> Any:
         """Uploads what is new in a folder, with the card of the repository, if that has one.
 
+        If a person wrote or changed the card in the folder, too, both cards stay as they are.
+
         `known` are the times of the files that are not new. `commit` is as `push_to_hub` takes it.
         """
         tags = list(dict.fromkeys([*(self.model_tags or []), *([tags] if isinstance(tags, str) else tags or [])]))
         card = hub.create_and_tag_model_card(repo_id, tags or None, token=commit.get("token"))
+        path = Path(folder) / CARD
         if not is_blank_card(str(card)):
-            card.save(Path(folder) / CARD)
-        elif not (Path(folder) / CARD).is_file():
+            if self._is_edited(path) and path.read_text(encoding="utf-8") != str(card):
+                known = {**known, CARD: math.inf}
+                logger.warning(f"The repository {repo_id} keeps its own model card: {path} was not uploaded.")
+            else:
+                card.save(path)
+        elif not path.is_file():
             self._renew_card(folder)
         return self._upload_modified_files(folder, repo_id, known, **commit)
 

@@ -31,6 +31,9 @@ class Api:
             shutil.copy2(operation.path_or_fileobj, place)
 
 
+OF_REPOSITORY = "---\nlicense: mit\n---\n# The repository's\n"
+
+
 @pytest.fixture
 def uploaded(tmp_path, monkeypatch):
     def blank(repo_id, tags=None, token=None):
@@ -136,3 +139,15 @@ def test_an_upload_that_fails(uploaded, tmp_path, monkeypatch):
             push()
     assert Api.created == ["somebody/whole", "saved"]
     assert torch.equal(logits_of(AutoModelForImageTextToText.from_pretrained(saved)), logits_of(model))
+
+
+def test_two_cards_that_people_wrote(tmp_path, uploaded, monkeypatch):
+    """A card in the folder that is lost, or that of the repository."""
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *args, **options: ModelCard(OF_REPOSITORY))
+    model, folder = make_model(), tmp_path / "saved"
+    model.save_pretrained(folder, push_to_hub=True)
+    assert (folder / "README.md").read_text() == (uploaded / "README.md").read_text() == OF_REPOSITORY
+    (folder / "README.md").write_text("# Mine\n")
+    model.save_pretrained(folder, push_to_hub=True)
+    assert (folder / "README.md").read_text() == "# Mine\n"
+    assert (uploaded / "README.md").read_text() == OF_REPOSITORY
