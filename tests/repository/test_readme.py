@@ -248,9 +248,9 @@ def test_figures_have_a_source():
     scenes = (ROOT / "model_cards" / "hf-xattn-scenes-smollm2.md").read_text()
     by_seed = re.findall(r"(\d+\.\d) % \(", re.findall(r"\| all of 1,800 \| .*", scenes)[0])
     shares = [f"{float(each):.0f}" for each in by_seed]
-    assert f"and {shares.pop()} % of a sealed test of" in README  # the mean
+    assert f"(model_cards/hf-xattn-scenes-smollm2.md) reached {shares.pop()} % of a sealed test" in README  # the mean
     assert f"{', '.join(shares[:2])} and {shares[2]} % get a right answer" in GUIDES["scenes"]
-    (count, caption) = re.findall(r'reached (\d+ %) for "how many", (\d+ %) for whole captions', README)[0]
+    (count, caption) = re.findall(r'reached (\d+ %) for "how many\?", (\d+ %) for whole captions', README)[0]
     table = GUIDES["garments"]
     for kind, share in (("how many", count), ("caption", caption)):
         assert re.search(rf"\| {kind} \| \d+ / {share} \|", table), kind
@@ -264,12 +264,16 @@ def test_table_of_photographs():
         kind: f"{ways['own'][0] / ways['own'][1]:.0%}".replace("%", " %")
         for kind, ways in runs["an hour, token gate"].items()
     }
-    assert f"names {shares['trained photographs: name']} of the things that it was trained on" in README
-    assert f"on which side a thing is in {shares['trained photographs: side']}" in README
-    assert f"counts right in {shares['trained photographs: how many']}" in README
-    assert f"what is on a side in {shares['trained photographs: at side']}" in README
-    assert f"In another photograph it names {shares['another photograph: name']} of these things" in README
-    assert f"of all 426 held-out questions {shares['all']} are" in README
+    rows = {
+        "what is on this side?": "trained photographs: at side",
+        "on which side is it?": "trained photographs: side",
+        "how many things are there?": "trained photographs: how many",
+        "what is it?, about photographs that the training used": "trained photographs: name",
+        "what is it?, about other photographs of the same things": "another photograph: name",
+    }
+    for question, kind in rows.items():
+        assert f"| {question} | {shares[kind]} |" in README
+    assert f"so are {shares['all']} of all 426" in README
 
 
 def test_table_of_speed():
@@ -300,7 +304,7 @@ def test_figures_beside_image_tokens():
         return f"{min(found):.2f} to {max(found):.2f}"
 
     assert f"comes {said('first token', 'InternVL')} times sooner" in README
-    assert f"{said('with the tower', 'InternVL')} times with the tower" in README
+    assert f"{said('with the tower', 'InternVL')} times sooner from pixels" in README
     assert f"takes {said('1 image(s): decode step, static caches', *against_llava.TOKENS, inverse=True)}" in README
 
 
