@@ -35,6 +35,8 @@ def register_eval(commands: argparse._SubParsersAction) -> None:
     add_number(parser, "--batch-size", 8, "questions at once")
     longest = "maximum number of tokens in an answer (default: 8 more than in the longest expected one)"
     add_number(parser, "--max-new-tokens", None, longest)
+    answers = "write the question, the expected answer and those of the model to FILE (.jsonl), one question a line"
+    parser.add_argument("--answers", metavar="FILE", type=Path, help=answers)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
     card = "write the shares into the model card of DIR, a folder, where the Hub reads them (model-index)"
     parser.add_argument("--card", action="store_true", help=card)
@@ -47,10 +49,15 @@ def run_eval(arguments: argparse.Namespace) -> None:
         from ..evaluation.evaluation import read_card
 
         read_card(folder)
+    if arguments.answers is not None and arguments.answers.exists():
+        raise ValueError(f"Expected `--answers` to be a new file, got {arguments.answers}, which exists.")
     questions = questions_of_data(arguments)
     if arguments.card and not any(each.pictures for each in questions):
         raise ValueError("`--card` writes shares of questions about pictures, and the data has none. Remove it.")
     found, *_ = measure(arguments, questions)
+    if arguments.answers is not None:
+        lines = [json.dumps(each, ensure_ascii=False) for each in found.each_question(questions)]
+        arguments.answers.write_text("\n".join(lines) + "\n", encoding="utf-8")
     if arguments.json:
         about: dict[str, Any] = {"model": arguments.model, "data": arguments.data, "questions": len(questions)}
         json.dump({**about, **found.as_dict()}, sys.stdout, indent=2)

@@ -7,7 +7,7 @@ left.
 
 from __future__ import annotations
 
-import functools
+import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from ..checkpoints.own_parts import refuse_adapter_layers
 from ..data.pictures import digest_of
-from ..data.rows import IMAGE_SOURCES
+from ..data.rows import IMAGE_SOURCES, text_of
 from ..modeling_xattn import XAttnForConditionalGeneration
 from .answers import Scores, Share, normalised
 from .questions import Messages, Question, beside_pictures, other_pictures
@@ -75,7 +75,24 @@ class Evaluation:
     beside_missing: str | None = None  # why that was not measured
     cut: int = 0  # answers of the model that did not end within `max_new_tokens`
     max_new_tokens: int = 0
-    answers: Answers = field(default_factory=dict)  # to the questions about pictures, for other counts
+    answers: Answers = field(default_factory=dict)
+
+    def each_question(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
+        """The questions that were asked, each with its expected answer and the answers that were given, by way."""
+        said: dict[int, dict[str, str]] = {}
+        for way, answered in self.answers.items():
+            for each in answered:
+                said.setdefault(id(each.question), {})[way] = each.said
+        return [
+            {
+                "question": text_of(each.messages[-1]),
+                "pictures": [_name(part) for part in each.pictures],
+                "group": each.group,
+                "expected": each.answer,
+                "said": said[id(each)],
+            }
+            for each in questions
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -138,6 +155,7 @@ def evaluate(
     base: list[str] = []
     if alone:
         said = _ask(asker, TEXT, alone, [[]] * len(alone))
+        found.answers[TEXT] = said
         found.text = scores_of({MODEL: said})[MODEL]
         found.text_groups = {group: ways[MODEL] for group, ways in by_group({MODEL: said}).items()}
         base = asker("the base", alone, base=True)
@@ -225,7 +243,7 @@ class Asker:
         if base:
             text_model = self.model.base_model.text_model
             refuse_adapter_layers(text_model, "An evaluation cannot ask the base of", "Merge the adapter first.")
-            generate = functools.partial(text_model.generate, generation_config=self.model.generation_config)
+            generate = text_model.generate
         self.model.eval()
         try:
             return self._tokens(title, questions, generate)
@@ -236,13 +254,15 @@ class Asker:
     def _tokens(
         self, title: str, questions: Sequence[Question], generate: Callable[..., torch.Tensor]
     ) -> list[list[int]]:
-        last = self.model.generation_config.eos_token_id
+        greedy = copy.deepcopy(self.model.generation_config)
+        greedy.update(max_new_tokens=self.max_new_tokens, do_sample=False, num_beams=1)
+        last = greedy.eos_token_id
         ends = {last} if isinstance(last, int) else set(last or ())
         found: list[list[int]] = []
         for start in tqdm(range(0, len(questions), self.batch_size), title, leave=False):
             chats = [each.messages for each in questions[start : start + self.batch_size]]
             inputs = inputs_of(self.processor, chats).to(self.model.device)
-            rows = generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False, num_beams=1)
+            rows = generate(**inputs, generation_config=greedy)
             for row in rows[:, inputs["input_ids"].shape[1] :].tolist():
                 end = next((place for place, token in enumerate(row) if token in ends), None)
                 self.cut[title] += end is None and len(row) == self.max_new_tokens
@@ -276,11 +296,21 @@ def _expected(answers: Sequence[Answered]) -> list[str]:
     return [each.question.answer for each in answers]
 
 
+def _source(part: dict[str, Any]) -> Any:
+    """The file, the address or the image in memory that a part of a message holds."""
+    image = next(part[name] for name in IMAGE_SOURCES if part.get(name) is not None)
+    return image.get("url") if isinstance(image, Mapping) else image  # {"url": ...}
+
+
+def _name(part: dict[str, Any]) -> str | None:
+    """The file or the address of an image; None for one in memory."""
+    source = _source(part)
+    return str(source) if isinstance(source, (str, Path)) else None
+
+
 def _content(part: dict[str, Any]) -> Any:
     """What tells two pictures apart: the content of a file, the pixels of an image in memory, an address."""
-    image = next(part[name] for name in IMAGE_SOURCES if part.get(name) is not None)
-    if isinstance(image, Mapping):  # {"url": ...}
-        image = image.get("url")
+    image = _source(part)
     if isinstance(image, bytes) or (isinstance(image, (str, Path)) and os.path.isfile(image)):
         return digest_of(image)
     if isinstance(image, (str, Path)):

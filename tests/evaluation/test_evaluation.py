@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from huggingface_hub import ModelCard
 from helpers.models.chat_models import data_url
 from helpers.models.template_models import make_chat_model, make_processor, picture
 from helpers.models.tiny_mllama import make_mllama, make_mllama_processor
+from hf_xattn import load_rows
 from hf_xattn.commands.main import main
+from hf_xattn.evaluation.answers import normalised
 from hf_xattn.evaluation.evaluation import (
     ANOTHER,
     AS_BASE,
@@ -20,6 +23,7 @@ from hf_xattn.evaluation.evaluation import (
     CONTAINED,
     FREQUENT,
     MODEL,
+    TEXT,
     Answered,
     Asker,
     by_group,
@@ -334,6 +338,27 @@ def test_command_by_kind(saved, data, capsys):
     (data / "metadata.jsonl").write_text(json.dumps({"file_name": "0.png", "question": "a ?", "answer": "b"}))
     assert main(command) == 2
     assert "--by" in capsys.readouterr().err
+
+
+def test_answers_are_written(saved, data, tmp_path, capsys):
+    """An answer that stands beside another question than its own, or one that nobody finds."""
+    file = tmp_path / "answers.jsonl"
+    command = ["eval", str(saved[0]), "--data", str(data), "--max-new-tokens", "4", "--answers", str(file)]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [each["question"] for each in lines] == [*TEXTS, "user ?"]
+    assert [each["expected"] for each in lines] == ["yes"] * 4 + ["no"]
+    assert [Path(name).name for each in lines for name in each["pictures"]] == [f"{index}.png" for index in range(4)]
+    model, processor = saved[1:3]
+    questions = questions_of(load_rows(data))
+    said = Asker(model, processor, 1, 4)("asking", questions)
+    assert [each["said"].get(MODEL, each["said"].get(TEXT)) for each in lines] == said
+    for way in (MODEL, ANOTHER, BLIND):
+        right = sum(normalised(each["said"][way]) == normalised(each["expected"]) for each in lines[:4])
+        assert right == found["pictures"][way]["normalised"]["count"]
+    assert main(command) == 2
+    assert "new file" in capsys.readouterr().err
 
 
 def test_card(saved, data, tmp_path, capsys):

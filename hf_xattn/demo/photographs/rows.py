@@ -97,7 +97,9 @@ def train_rows(pictures: Pictures, things: list[Thing], count: int, seed: int) -
         rng = random.Random(f"train {seed} {index}")
         picture, placed = pictures.compose(rng, choose(known, rng), trained_ground=True)
         kinds = list(kinds_for(len(placed)))
-        if len(kinds) < QUESTIONS:
+        if len(placed) == 1:  # or the model would name a second thing wherever a question sounds like one for a caption
+            kinds.append("caption")
+        elif len(kinds) < QUESTIONS:
             kinds.append("is there")
         rng.shuffle(kinds)
         if rng.random() < SHARE_OF_SINGLE:
