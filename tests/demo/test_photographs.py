@@ -376,6 +376,24 @@ def test_held_out_photographs_and_phrasings_are_not_trained_on(parts, monkeypatc
     assert all(row["kind"] == "never seen: kind" for row in asked if row["part"] == "never seen")
 
 
+def test_a_caption_may_be_of_one_thing(parts, monkeypatch):
+    """Captions of several things alone: a model then names a second thing that is not there."""
+    made, shown = Pictures(parts / "stamps", None, THINGS), []
+    compose = made.compose
+    monkeypatch.setattr(
+        made, "compose", lambda rng, files, **given: shown.append(files) or compose(rng, files, **given)
+    )
+    captioned = set()
+    for _, row in train_rows(made, THINGS, 60, 0):
+        messages = row.get("messages") or [{"content": row["question"]}, {"content": row["answer"]}]
+        for asked, said in zip(messages[::2], messages[1::2]):
+            question = asked["content"] if isinstance(asked["content"], str) else asked["content"][-1]["text"]
+            if question in PHRASINGS["caption"]:
+                captioned.add(len(shown[-1]))
+                assert all(thing.named.lower() in said["content"].lower() for thing, _ in shown[-1])
+    assert captioned == {1, 2, 3, 4}
+
+
 def test_pictures_come_from_a_deb(parts, tmp_path):
     """An archive that is read in another way than the folder that it unpacks to."""
     import tarfile
