@@ -32,12 +32,11 @@ from captions import caption_of
 from make_scenes import CYCLE, draw
 from scenes import OUTLINES
 from splits import Split, open_split
-from transformers import AutoTokenizer, TrainerCallback, TrainingArguments, set_seed
+from transformers import AutoImageProcessor, AutoTokenizer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_xattn import XAttnDataCollator, XAttnProcessor, align_connector, freeze_base, retrofit
 from hf_xattn.training.picture_use import shifted
 from hf_xattn.training.trainer import RunTrainer
-from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 
 class Start(NamedTuple):

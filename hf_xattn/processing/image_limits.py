@@ -42,7 +42,7 @@ def check_image_processor(image_processor: Any) -> None:
         if pixels > LIMITS.max_pixels:
             raise ValueError(
                 f"Expected `{name}` of the image processor to be at most {LIMITS.max_pixels} pixels, got {sides}. A "
-                "larger limit is set with `hf_xattn.processing.image_limits.LIMITS.max_pixels`."
+                "larger limit is set with `hf_xattn.IMAGE_LIMITS.max_pixels`."
             )
     tiles = getattr(image_processor, "max_image_tiles", None)
     if tiles is not None and not (isinstance(tiles, int) and 0 < tiles <= MAX_TILES):
