@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -52,7 +53,39 @@ def test_pages_name_what_is_there(pages):
             continue
         thing = getattr(importlib.import_module(module), name)
         assert name not in hf_xattn.__all__ or thing is getattr(hf_xattn, name), path
-        assert all(hasattr(thing, member) for member in members), path
+        fields = getattr(thing, "__annotations__", {})
+        assert all(hasattr(thing, member) or member in fields for member in members), path
+
+
+# Names in brackets without a page, which the reference shows as code: those of transformers, and what the layers of a
+# model pass to one another.
+EXTERNAL = re.compile(r"transformers\..*|Generate(?:Beam)?DecoderOnlyOutput")
+INTERNAL = {"CrossAttentionContext", "CrossAttentionKeyNorm", "ImageTokens", "RealTokens", "read_row"}
+
+
+def shown(pages):
+    """The docstrings that the pages show: pairs of a name and a text."""
+    for path, members in pages.page_names().items():
+        module, _, name = path.rpartition(".")
+        if module == "hf_xattn.serving.web":
+            continue
+        thing = getattr(importlib.import_module(module), name)
+        yield path, inspect.getdoc(thing) or ""
+        for member in members:
+            value = getattr(thing, member, None)  # a field without a default is no attribute of its class
+            yield f"{path}.{member}", (value and inspect.getdoc(getattr(value, "__func__", value))) or ""
+
+
+def test_links_in_docstrings_lead_to_pages(pages):
+    """A name in brackets that readers of the reference cannot follow: write an internal name without brackets."""
+    targets = pages.link_targets()
+    lost = [
+        (where, name)
+        for where, text in shown(pages)
+        for name in re.findall(r"\[`~?([\w.]+)`\](?!\[|\()", text)
+        if name.removeprefix("hf_xattn.") not in {*targets, *INTERNAL} and not EXTERNAL.fullmatch(name)
+    ]
+    assert lost == []
 
 
 def test_pages_stand_in_reading_order():
