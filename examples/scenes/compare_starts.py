@@ -32,7 +32,8 @@ from captions import caption_of
 from make_scenes import CYCLE, draw
 from scenes import OUTLINES
 from splits import Split, open_split
-from transformers import AutoImageProcessor, AutoTokenizer, TrainerCallback, TrainingArguments, set_seed
+from transformers import AutoTokenizer, TrainerCallback, TrainingArguments, set_seed
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # in 5.17, also without torchvision
 
 from hf_xattn import XAttnDataCollator, XAttnProcessor, align_connector, freeze_base, retrofit
 from hf_xattn.training.picture_use import shifted
