@@ -64,6 +64,17 @@ def run_checks(model: Any, skip: Collection[str] = ()) -> Iterator[Result]:
 
     Raises:
         ValueError: for an unknown name in `skip`, before anything is checked.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from transformers import AutoModelForImageTextToText
+
+    >>> model = AutoModelForImageTextToText.from_pretrained("seeing", dtype="float32").eval()
+    >>> for result in hf_xattn.run_checks(model, skip=["cache-quantized"]):
+    ...     assert result.status != "BROKEN", result.line
+    ```
     """
     if unknown := sorted(set(skip) - set(NAMES)):
         raise ValueError(f"Expected `--skip` to be one of {', '.join(NAMES)}, got {unknown[0]!r}.")

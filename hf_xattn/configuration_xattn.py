@@ -84,6 +84,17 @@ class CrossAttentionConfig(CheckedConfig):
         StrictDataclassFieldValidationError: of `huggingface_hub`, if a field has a wrong type or is outside its range.
         ValueError: for an unknown activation, gate or code of positions, if `num_key_value_heads` does not divide
             `num_attention_heads`, or if gate and projection both start at zero (neither would learn).
+
+    Example:
+
+    ```python
+    >>> from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock
+
+    >>> config = CrossAttentionConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, gate="token")
+    >>> config.head_dim, config.context_size, config.intermediate_size
+    (16, 64, 256)
+    >>> block = GatedCrossAttentionBlock(config)
+    ```
     """
 
     model_type = "xattn_block"
@@ -202,6 +213,20 @@ class PerceiverConfig(CheckedConfig):
     Raises:
         StrictDataclassFieldValidationError: of `huggingface_hub`, if a field has a wrong type or is outside its range.
         ValueError: for an unknown activation.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> config = hf_xattn.PerceiverConfig(num_latents=16, num_hidden_layers=2)
+    >>> model = hf_xattn.retrofit(
+    ...     "HuggingFaceTB/SmolLM2-135M-Instruct",
+    ...     "google/siglip-base-patch16-224",
+    ...     connector_type="perceiver",
+    ...     perceiver_config=config,
+    ... )
+    ```
     """
 
     model_type = "xattn_perceiver"
@@ -270,6 +295,23 @@ class XAttnConfig(CheckedConfig):
         StrictDataclassFieldValidationError: of `huggingface_hub`, if a field has a wrong type or is outside its range.
         ValueError: if layers are out of range, if the hidden size of the blocks differs from the decoder's, or
             if a setting requires another one that is missing.
+
+    Example:
+
+    ```python
+    >>> from transformers import LlamaConfig, SiglipVisionConfig
+
+    >>> from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
+
+    >>> config = XAttnConfig(
+    ...     text_config=LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4),
+    ...     vision_config=SiglipVisionConfig(hidden_size=48, intermediate_size=96, num_hidden_layers=2),
+    ...     cross_attention_config={"gate": "token", "num_key_value_heads": 2},
+    ... )
+    >>> config.cross_attention_layers, config.cross_attention_config.hidden_size
+    ([3, 7], 64)
+    >>> model = XAttnForConditionalGeneration(config)  # with random weights
+    ```
     """
 
     model_type = "xattn"

@@ -210,6 +210,21 @@ class XAttnImagesMixin:
             TypeError: for a `cache_dtype` that is no text.
             ValueError: without images, where their shapes do not fit, for another `cache_dtype` or one that
                 `cache` does not have, and for images in int8 while gradients are recorded.
+
+        Example:
+
+        ```python
+        >>> import torch
+        >>> from PIL import Image
+        >>> from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        >>> model = AutoModelForImageTextToText.from_pretrained("seeing")
+        >>> processor = AutoProcessor.from_pretrained("seeing")
+        >>> inputs = processor(images=Image.open("photo.png"), text="what is it ?", return_tensors="pt")
+        >>> with torch.no_grad():
+        ...     images = model.encode_images(pixel_values=inputs["pixel_values"])
+        >>> tokens = model.generate(inputs["input_ids"], cache=images, max_new_tokens=8)  # once for each question
+        ```
         """
         cache_dtype = check_cache_dtype("cache_dtype", cache_dtype)
         inputs = ImageInputs.of(

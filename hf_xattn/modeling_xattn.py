@@ -50,6 +50,21 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
             into its layers. By default a model with random weights is built from `config.text_config`.
         vision_tower (`PreTrainedModel`, *optional*): a vision model. By default a model with random weights is built
             from `config.vision_config`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import LlamaConfig
+
+    >>> from hf_xattn import XAttnConfig, XAttnModel
+
+    >>> text = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
+    >>> model = XAttnModel(XAttnConfig(text_config=text))  # without a vision tower
+    >>> outputs = model(input_ids=torch.tensor([[1, 2, 3]]), cross_attention_states=torch.randn(1, 16, 64))
+    >>> outputs.last_hidden_state.shape
+    torch.Size([1, 3, 64])
+    ```
     """
 
     def __init__(
@@ -280,6 +295,22 @@ class XAttnForConditionalGeneration(
 
     Args:
         config ([`XAttnConfig`]), text_model, vision_tower: see [`XAttnModel`].
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    >>> model = AutoModelForImageTextToText.from_pretrained("seeing")  # a folder of `hf-xattn train`
+    >>> processor = AutoProcessor.from_pretrained("seeing")
+    >>> content = [{"type": "image", "path": "photo.png"}, {"type": "text", "text": "what is it ?"}]
+    >>> inputs = processor.apply_chat_template(
+    ...     [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=True
+    ... )
+    >>> tokens = model.generate(**inputs, max_new_tokens=8)
+    >>> answer = processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    ```
     """
 
     model: XAttnModel

@@ -41,6 +41,23 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         image_processor, tokenizer: of transformers.
         chat_template (`str` or `dict`, *optional*): as in transformers. Default: the tokenizer's.
         image_token (`str`, *optional*): the marker of an image in the text, which must be in the vocabulary.
+
+    Example:
+
+    ```python
+    >>> from PIL import Image
+    >>> from transformers import AutoImageProcessor, AutoTokenizer
+
+    >>> from hf_xattn import XAttnProcessor
+
+    >>> processor = XAttnProcessor(
+    ...     AutoImageProcessor.from_pretrained("google/siglip-base-patch16-224"),
+    ...     AutoTokenizer.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct"),
+    ... )
+    >>> inputs = processor(images=Image.open("photo.png"), text="A photo of", return_tensors="pt")
+    >>> inputs["pixel_values"].shape  # (batch, num_images, channels, height, width)
+    torch.Size([1, 1, 3, 224, 224])
+    ```
     """
 
     # Finds the image inputs without reading the images: see [`VisionFeatures.reader`].
@@ -203,6 +220,19 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         Raises:
             TypeError: for names that neither the template nor the processor takes, and for parts that are not dicts.
             ValueError: if the template loses the text of a message, or image parts and images differ in number.
+
+        Example:
+
+        ```python
+        >>> from transformers import AutoProcessor
+
+        >>> processor = AutoProcessor.from_pretrained("seeing")  # a folder of `hf-xattn train`
+        >>> content = [{"type": "image", "path": "photo.png"}, {"type": "text", "text": "what is it ?"}]
+        >>> chat = [{"role": "user", "content": content}]
+        >>> inputs = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)
+        >>> sorted(inputs)
+        ['attention_mask', 'input_ids', 'pixel_values']
+        ```
         """
         if sanitize_control_tokens and not has("_mark_chat_inputs"):
             raise ValueError(needs("_mark_chat_inputs", "`sanitize_control_tokens=True`"))

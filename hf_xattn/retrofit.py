@@ -102,6 +102,19 @@ def retrofit(
         ValueError: for a checkpoint without safetensors, a GGUF file that cannot be read, a model that is not a
             decoder or already has blocks, a wrong layer, or contradictory options; before weights are loaded, if the
             configuration is enough to find the error.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> model = hf_xattn.retrofit(
+    ...     "HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224", every=4, dtype="float32"
+    ... )
+    >>> model.config.cross_attention_layers[:2]  # the decoder layers, counted from 0, that got a block in front
+    [3, 7]
+    >>> model.save_pretrained("fresh")
+    ```
     """
     check_load_kwargs(retrofit, load_kwargs, text, vision)
     cross_attention_layers = _one_of(cross_attention_layers, layers)
@@ -198,6 +211,19 @@ def remove_blocks(model: Any) -> PreTrainedModel:
     Raises:
         ValueError: for a model without blocks, or whose blocks were removed already; for layers that hold adapters
             (PEFT) or hooks of accelerate, or that FSDP has split. The model is not changed then.
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoModelForCausalLM
+
+    >>> import hf_xattn
+
+    >>> text_model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    >>> model = hf_xattn.retrofit(text_model, "google/siglip-base-patch16-224")
+    >>> hf_xattn.remove_blocks(model) is text_model
+    True
+    ```
     """
     body: Any = model.base_model
     is_outer = isinstance(body, XAttnModel)

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_xattn.storage.image_files import load_image_cache, save_image_cache
+from hf_xattn import load_image_cache, save_image_cache
 
 
 sys.path.append(str(Path(__file__).parents[1]))  # where tiny_chat.py is

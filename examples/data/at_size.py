@@ -21,7 +21,6 @@ import psutil
 from transformers import AutoImageProcessor, AutoTokenizer
 
 import hf_xattn
-from hf_xattn.data.rows import text_of
 
 
 EXAMPLES = Path(__file__).resolve().parents[1]
@@ -45,8 +44,9 @@ def make_model(folder: Path, shards: str) -> None:
     """A tiny model whose tokenizer knows the words of the rows."""
     rows = hf_xattn.load_rows(shards)
     some = [rows[index]["messages"] for index in range(0, len(rows), -(-len(rows) // 2000))]
-    texts = [text_of(message) for messages in some for message in messages]
-    words = sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]", text)})
+    contents = [message["content"] for messages in some for message in messages]
+    parts = [part for each in contents for part in ([{"text": each}] if isinstance(each, str) else each)]
+    words = sorted({word for part in parts for word in re.findall(r"\w+|[^\w\s]", part.get("text", ""))})
     text, vision = make_text_checkpoint(folder / "text", words), make_vision_checkpoint(folder / "vision")
     hf_xattn.retrofit(text, vision, every=2).save_pretrained(folder / "model")
     parts = AutoImageProcessor.from_pretrained(vision), AutoTokenizer.from_pretrained(text)

@@ -18,15 +18,26 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_xattn import load_rows
-from hf_xattn.evaluation.evaluation import Asker
-from hf_xattn.evaluation.questions import Question, questions_of
+from hf_xattn import load_rows, questions_of
 
 
-def answered(model: Any, processor: Any, questions: list[Question], batch_size: int, tokens: int) -> list[Any]:
+@torch.no_grad()
+def answered(model: Any, processor: Any, questions: list[Any], batch_size: int, tokens: int) -> list[Any]:
     """A row `{"messages": [...]}` for each different question: its chat, and the greedy answer without a picture."""
     different = list({json.dumps(each.messages): each for each in questions}.values())
-    said = Asker(model.eval(), processor, batch_size, tokens)("answers", different)
+    said: list[str] = []
+    for start in range(0, len(different), batch_size):
+        chats = [each.messages for each in different[start : start + batch_size]]
+        inputs = processor.apply_chat_template(
+            chats,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True},
+        ).to(model.device)
+        made = model.eval().generate(**inputs, max_new_tokens=tokens, do_sample=False, num_beams=1)
+        said += processor.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return [
         {"messages": [*each.messages, {"role": "assistant", "content": answer}]}
         for each, answer in zip(different, said)

@@ -15,10 +15,6 @@ from typing import Any
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import hf_xattn  # AutoConfig knows our models now; in a shell, `lm_eval --trust_remote_code` does it
-from hf_xattn.commands.main import main as command
-from hf_xattn.evaluation.answers import Scores
-from hf_xattn.evaluation.evaluation import Asker
-from hf_xattn.evaluation.questions import questions_of
 
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -75,7 +71,7 @@ def main(folder: Path) -> None:
     make_chat_model(folder)
     make_data(folder)
     options = ("--steps", "40", "--batch-size", "4", "--learning-rate", "0.01")
-    if status := command(["train", "model", "--data", "pictures", "--output", "seeing", *options]):
+    if status := hf_xattn.main(["train", "model", "--data", "pictures", "--output", "seeing", *options]):
         sys.exit(status)
 
     (base, of_base), (seeing, of_seeing) = (run("hf", name, TEXT) for name in ("text", "seeing"))
@@ -87,9 +83,9 @@ def main(folder: Path) -> None:
     found, said = run("hf-multimodal", "seeing", PICTURES, apply_chat_template=True)
     model = AutoModelForImageTextToText.from_pretrained("seeing").eval()
     processor = AutoProcessor.from_pretrained("seeing")
-    questions = questions_of(hf_xattn.load_rows("held_out"))
-    answers = Asker(model, processor, 4, MAX_NEW_TOKENS)("answers", questions)
-    right = Scores.of(answers, [each.answer for each in questions]).exact
+    questions = hf_xattn.questions_of(hf_xattn.load_rows("held_out"))
+    ours = hf_xattn.evaluate(model, processor, questions, batch_size=4, max_new_tokens=MAX_NEW_TOKENS)
+    answers, right = [each.said for each in ours.answers["the model"]], ours.ways["the model"].exact
     print(f"pictures: {found['held_out']['exact_match,stripped']:.4f} in lm-eval, {right.value:.4f} in hf-xattn eval")
     same = sum(one == other[0][0] for one, other in zip(answers, said["held_out"]))
     print(f"the same answers: {same} of {len(answers)}")

@@ -16,7 +16,7 @@ import make_rows
 import train_tower
 from PIL import Image, ImageDraw
 
-from hf_xattn.commands.main import main as hf_xattn
+import hf_xattn
 
 
 HERE = Path(__file__).parent
@@ -33,7 +33,7 @@ def step(function: Callable[[list[str]], int | None], name: str, *arguments: obj
 
 
 def hf_xattn_step(*arguments: object) -> None:
-    step(hf_xattn, "hf-xattn", *arguments)
+    step(hf_xattn.main, "hf-xattn", *arguments)
 
 
 def run(source: Path, text: str, output: Path, options: argparse.Namespace, tiny: bool = False) -> None:

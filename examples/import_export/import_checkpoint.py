@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 
-from hf_xattn.checkpoints.model_card import describe
-from hf_xattn.importers import export_checkpoint, import_checkpoint
+from hf_xattn import export_checkpoint, import_checkpoint, training_table
 
 
 MARKER = 96
@@ -59,8 +58,7 @@ def compare(theirs: MllamaForConditionalGeneration, folder: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) == 3:
-        for name, value in describe(import_checkpoint(sys.argv[1], sys.argv[2])).items():
-            print(f"{name:<34} {value}")
+        print(training_table(import_checkpoint(sys.argv[1], sys.argv[2])))
     else:
         with tempfile.TemporaryDirectory() as folder:
             compare(make_checkpoint(Path(folder) / "theirs"), Path(folder))

@@ -33,11 +33,11 @@ from make_scenes import CYCLE, draw
 from scenes import OUTLINES
 from splits import Split, open_split
 from transformers import AutoTokenizer, TrainerCallback, TrainingArguments, set_seed
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # in 5.17, also without torchvision
 
 from hf_xattn import XAttnDataCollator, XAttnProcessor, align_connector, freeze_base, retrofit
 from hf_xattn.training.picture_use import shifted
 from hf_xattn.training.trainer import RunTrainer
-from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 
 class Start(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_xattn.commands.main import main as hf_xattn
+import hf_xattn
 
 
 sys.path.append(str(Path(__file__).parents[1]))  # where tiny_chat.py is
@@ -25,7 +25,7 @@ QUESTION = "what is in the picture ?"
 def main(model: str, data: str, output: str, *options: str) -> None:
     command = ["train", model, "--data", data, "--output", output, "--prompt", QUESTION, *options]
     print("hf-xattn", *command)
-    if status := hf_xattn(command):
+    if status := hf_xattn.main(command):
         sys.exit(status)
 
 

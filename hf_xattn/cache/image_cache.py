@@ -26,6 +26,20 @@ class ImageCache(XAttnCache):
 
     `generate(cache=image_cache)` uses a fork and does not change this object, so the images can be used
     again.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> import torch
+    >>> from transformers import AutoModelForImageTextToText
+
+    >>> model = AutoModelForImageTextToText.from_pretrained("seeing")
+    >>> with torch.no_grad():
+    ...     images = model.encode_images(pixel_values=torch.rand(2, 3, 224, 224))  # two images, one a row
+    >>> isinstance(images, hf_xattn.ImageCache), images.nbytes > 0
+    (True, True)
+    ```
     """
 
     @property
@@ -52,6 +66,20 @@ def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCac
         TypeError: if `cache` is not a cache, or `rows` not a list or tensor of integers.
         ValueError: if the cache holds no images, or `rows` is empty or has more than one axis.
         IndexError: if the cache does not have a row.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> import torch
+    >>> from transformers import AutoModelForImageTextToText
+
+    >>> model = AutoModelForImageTextToText.from_pretrained("seeing")
+    >>> with torch.no_grad():
+    ...     images = model.encode_images(pixel_values=torch.rand(2, 3, 224, 224))  # two images, one a row
+    >>> second = hf_xattn.select_images(images, [1])
+    >>> twice = hf_xattn.select_images(images, [0, 0])  # for two questions about the first image
+    ```
     """
     cross, layout = images_of("cache", cache)
     count = cross.rows

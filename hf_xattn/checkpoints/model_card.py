@@ -81,6 +81,17 @@ def write_model_card(
 
     Returns:
         `bool`: whether the card was written. False if a person wrote or changed the one that is there.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> model = hf_xattn.retrofit("HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224")
+    >>> model.save_pretrained("fresh")
+    >>> hf_xattn.write_model_card(model, "fresh", training={"data": "photographs of my garden"})
+    True
+    ```
     """
     path = Path(folder) / CARD
     if path.exists() and is_edited(path.read_text(encoding="utf-8", errors="replace"), trainer is not None):

@@ -206,6 +206,20 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             ValueError: for a folder in which a save was cut off; with a configuration that no model has; with files
                 that are damaged, lie elsewhere or are pickled; with weights missing; or saved by another class. For a
                 base that is gone or has other weights. With a loaded text model, for a folder that changes its weights.
+
+        Example:
+
+        ```python
+        >>> from transformers import AutoModelForCausalLM
+
+        >>> from hf_xattn import XAttnForConditionalGeneration, retrofit
+
+        >>> retrofit("HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224").save_pretrained(
+        ...     "small", adapter_only=True
+        ... )
+        >>> text_model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+        >>> model = XAttnForConditionalGeneration.from_pretrained("small", text_base=text_model)
+        ```
         """
         _refuse_splitting_of_old(kwargs)
         with trusting(pretrained_model_name_or_path, kwargs):

@@ -91,6 +91,16 @@ class XAttnSavingMixin(Model):
             ValueError: before anything is written: for a folder that is a file, or holds something that would be loaded
                 instead; for a model with layers of a `PeftModel`, with a part of the caller's own class, or with
                 settings changed since it was built; and with `adapter_only` for a base without a name or a checkpoint.
+
+        Example:
+
+        ```python
+        >>> from hf_xattn import XAttnForConditionalGeneration, retrofit
+
+        >>> model = retrofit("HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224")
+        >>> model.save_pretrained("small", adapter_only=True)  # blocks and connector, without the two bases
+        >>> model = XAttnForConditionalGeneration.from_pretrained("small")
+        ```
         """
         body: Any = self.base_model
         body._check_inserted()

@@ -45,6 +45,20 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         `int`: the exit status: the command's own, 0 by default, or 2 after an error, whose message goes to stderr.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> text, vision = "HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224"
+    >>> status = hf_xattn.main(["retrofit", text, "--vision", vision, "--output", "fresh"])
+    Loading HuggingFaceTB/SmolLM2-135M-Instruct and google/siglip-base-patch16-224
+    ...
+    Next: hf-xattn train fresh --data PICTURES --output TRAINED
+    >>> status
+    0
+    ```
     """
     parser = _parser()
     arguments = parser.parse_args(argv)

@@ -163,6 +163,18 @@ def load_rows(
     Raises:
         ValueError: for a source that is none, a file that cannot be read, and no rows.
         ImportError: for a source that needs the extra `data`.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> rows = hf_xattn.load_rows("pictures")  # a folder with pictures and `metadata.jsonl`
+    >>> len(rows)
+    3
+    >>> rows[0]["messages"][-1]  # the caption of the first row became the answer to `prompt`
+    {'role': 'assistant', 'content': 'a red circle'}
+    ```
     """
     names = [source] if isinstance(source, (str, Path)) or not isinstance(source, Sequence) else list(source)
     if not names:
@@ -192,6 +204,17 @@ class Shuffled:
         rows ([`Rows`]): with the weights of their sources.
         length (`int`): number of rows that the run reads.
         seed (`int`): of the order.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> rows = hf_xattn.load_rows("pictures")
+    >>> order = hf_xattn.Shuffled(rows, length=2 * len(rows), seed=0)  # two epochs
+    >>> len(order)
+    6
+    ```
     """
 
     def __init__(self, rows: Rows, length: int, seed: int = 0):

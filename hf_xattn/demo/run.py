@@ -25,10 +25,12 @@ from transformers import (
     set_seed,
 )
 
-from .. import XAttnProcessor, freeze_base, retrofit
 from ..checkpoints.model_card import write_model_card
 from ..maps.answer_maps import lit
 from ..maps.attention_maps import AttentionMaps, attention_maps
+from ..processing_xattn import XAttnProcessor
+from ..retrofit import retrofit
+from ..training.freezing import freeze_base
 from ..utils.transformers_api import AutoImageProcessor
 from .canvases import (
     HEIGHT,

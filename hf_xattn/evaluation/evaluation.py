@@ -133,6 +133,21 @@ def evaluate(
 
     Raises:
         ValueError: for no questions.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    >>> model = AutoModelForImageTextToText.from_pretrained("seeing")  # a folder of `hf-xattn train`
+    >>> processor = AutoProcessor.from_pretrained("seeing")
+    >>> questions = hf_xattn.questions_of(hf_xattn.load_rows("pictures"))
+    >>> found = hf_xattn.evaluate(model, processor, questions)
+    >>> sorted(found.ways)
+    ['always the most frequent answer', 'the model', 'with another picture', 'without the picture']
+    >>> share = found.ways["the model"].normalised.value  # of right answers
+    ```
     """
     if not questions:
         raise ValueError("Expected `questions` to hold one or more, got none.")

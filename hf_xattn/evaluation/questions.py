@@ -49,6 +49,17 @@ def questions_of(rows: Iterable[Any], by: str | None = None) -> list[Question]:
     Raises:
         ValueError: for a row without an answer, with a video, or with a group that is neither a text nor a number.
         TypeError, ValueError: for a row that is none, see [`read_row`].
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> rows = [{"messages": [{"role": "user", "content": "which colour ?"}, {"role": "assistant", "content": "red"}]}]
+    >>> (question,) = hf_xattn.questions_of(rows)
+    >>> question.answer
+    'red'
+    ```
     """
     questions = []
     for number, row in enumerate(rows):

@@ -48,6 +48,16 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> None:
     Raises:
         ValueError: if the model type of `source` is not supported, if `source` has no safetensors or has missing,
             unknown or truncated tensors, or if `output` is not empty.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from transformers import AutoModelForImageTextToText
+
+    >>> hf_xattn.convert_checkpoint("meta-llama/Llama-3.2-11B-Vision-Instruct", "imported")
+    >>> model = AutoModelForImageTextToText.from_pretrained("imported")
+    ```
     """
     check_folder(output)
     folder = folder_of(source)
@@ -86,6 +96,16 @@ def import_checkpoint(
 
     Raises:
         ValueError: as [`convert_checkpoint`].
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> model = hf_xattn.import_checkpoint("meta-llama/Llama-3.2-11B-Vision-Instruct", "imported")
+    >>> model.config.source_config["model_type"]
+    'mllama'
+    ```
     """
     if isinstance(source, PreTrainedModel):
         if output is not None:

@@ -200,6 +200,17 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
     Raises:
         ValueError: if the model has another shape (the message lists all differences), if its tensors do not fit its
             configuration, or if `output` is not empty.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from transformers import MllamaForConditionalGeneration
+
+    >>> model = hf_xattn.import_checkpoint("meta-llama/Llama-3.2-11B-Vision-Instruct")
+    >>> hf_xattn.export_checkpoint(model, "exported")
+    >>> model = MllamaForConditionalGeneration.from_pretrained("exported")
+    ```
     """
     check_folder(output)
     changed: PreTrainedConfig

@@ -57,6 +57,20 @@ class GatedCrossAttention(nn.Module):
         config ([`CrossAttentionConfig`]): sizes and options.
         layer_idx (`int`): index of this layer's keys and values in the cross-attention half of a cache.
         position (`nn.Module`, *optional*): the code of positions that `config` names; made here if it is None.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_xattn import CrossAttentionConfig, GatedCrossAttention
+
+    >>> config = CrossAttentionConfig(hidden_size=64, num_attention_heads=4, context_size=32)
+    >>> attention = GatedCrossAttention(config)
+    >>> text, images = torch.randn(2, 5, 64), torch.randn(2, 16, 32)
+    >>> output, _ = attention(text, cross_attention_states=images)
+    >>> output.shape
+    torch.Size([2, 5, 64])
+    ```
     """
 
     is_causal = False

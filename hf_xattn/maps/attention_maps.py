@@ -55,6 +55,21 @@ class AttentionMaps:
         text_mask (`torch.BoolTensor`): `(batch, text_len)`, False for padding: in front of the text, or after the end
             of an answer.
         num_given (`int`): how many tokens of the text were given. The tokens after them were generated.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from PIL import Image
+    >>> from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    >>> model = AutoModelForImageTextToText.from_pretrained("seeing")
+    >>> processor = AutoProcessor.from_pretrained("seeing")
+    >>> inputs = processor(images=Image.open("photo.png"), text="what is it ?", return_tensors="pt")
+    >>> maps = hf_xattn.attention_maps(model, inputs)
+    >>> maps.grid(image=0).shape[-2:]  # the patches of the vision tower, as they lie in the picture
+    torch.Size([14, 14])
+    ```
     """
 
     weights: list[torch.Tensor]
@@ -231,6 +246,22 @@ def attention_maps(
     Raises:
         TypeError: for a model without blocks, or arguments of `generate` without `max_new_tokens`.
         ValueError: without images, for a cache that holds text, or for a model that is split over ranks.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    >>> model = AutoModelForImageTextToText.from_pretrained("seeing")
+    >>> processor = AutoProcessor.from_pretrained("seeing")
+    >>> content = [{"type": "image", "path": "photo.png"}, {"type": "text", "text": "what is it ?"}]
+    >>> inputs = processor.apply_chat_template(
+    ...     [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=True
+    ... )
+    >>> maps = hf_xattn.attention_maps(model, inputs, max_new_tokens=8)
+    >>> maps.plot(processor=processor).savefig("maps.png")
+    ```
     """
     outer: Any = model
     inner = inner_model(outer)

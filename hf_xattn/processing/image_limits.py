@@ -8,7 +8,17 @@ from typing import Any
 
 @dataclass
 class ImageLimits:
-    """Limits of the images that are read."""
+    """Limits of the images that are read.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> hf_xattn.IMAGE_LIMITS.max_pixels = 2**26  # the limit of this process
+    >>> hf_xattn.IMAGE_LIMITS.max_pixels = 2**27  # the default
+    ```
+    """
 
     max_pixels: int = 2**27  # width times height. At most 11 bytes a pixel are taken while an image is read
     max_frames: int = 4096  # of a video, after `num_frames` or `fps` has chosen some
@@ -42,7 +52,7 @@ def check_image_processor(image_processor: Any) -> None:
         if pixels > LIMITS.max_pixels:
             raise ValueError(
                 f"Expected `{name}` of the image processor to be at most {LIMITS.max_pixels} pixels, got {sides}. A "
-                "larger limit is set with `hf_xattn.processing.image_limits.LIMITS.max_pixels`."
+                "larger limit is set with `hf_xattn.IMAGE_LIMITS.max_pixels`."
             )
     tiles = getattr(image_processor, "max_image_tiles", None)
     if tiles is not None and not (isinstance(tiles, int) and 0 < tiles <= MAX_TILES):

@@ -106,7 +106,7 @@ def _check_resized(pictures: list[Any], image_processor: Any, kwargs: dict[str, 
             raise ValueError(
                 f"`images` holds an image of {width} x {height} pixels, of which the image processor would make "
                 f"{pixels} pixels: expected at most {LIMITS.max_pixels}. Cut it into less narrow pieces. A larger "
-                "limit is set with `hf_xattn.processing.image_limits.LIMITS.max_pixels`."
+                "limit is set with `hf_xattn.IMAGE_LIMITS.max_pixels`."
             )
 
 
@@ -225,7 +225,7 @@ def frames_to_read(metadata: Any, num_frames: int | None, fps: float | None) -> 
         raise ValueError(
             f"{number} frames of {metadata.width} x {metadata.height} pixels are too large: expected at most "
             f"{LIMITS.max_pixels} pixels in one, and 8 times as many in all "
-            "(`hf_xattn.processing.image_limits.LIMITS.max_pixels`). Choose fewer frames with `num_frames`."
+            "(`hf_xattn.IMAGE_LIMITS.max_pixels`). Choose fewer frames with `num_frames`."
         )
     return np.arange(number) * total // number
 
@@ -234,7 +234,7 @@ def _check_frames(number: int) -> None:
     if number > LIMITS.max_frames:
         raise ValueError(
             f"Expected each of `videos` to have at most {LIMITS.max_frames} frames, got {number}. Choose some with "
-            "`num_frames`. A larger limit is set with `hf_xattn.processing.image_limits.LIMITS.max_frames`."
+            "`num_frames`. A larger limit is set with `hf_xattn.IMAGE_LIMITS.max_frames`."
         )
 
 
@@ -301,7 +301,7 @@ def _check_size(image: Image, name: str) -> None:
     if image.width * image.height > LIMITS.max_pixels:
         raise ValueError(
             f"`{name}` holds an image of {image.width} x {image.height} pixels: expected at most {LIMITS.max_pixels} "
-            "pixels. A larger limit is set with `hf_xattn.processing.image_limits.LIMITS.max_pixels`."
+            "pixels. A larger limit is set with `hf_xattn.IMAGE_LIMITS.max_pixels`."
         )
 
 

@@ -43,6 +43,20 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
         TypeError: if `caches` is not a list of caches.
         ValueError: if the list is empty, a cache holds no images, or the caches come from different models or differ
             in `cache_dtype`.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> import torch
+    >>> from transformers import AutoModelForImageTextToText
+
+    >>> model = AutoModelForImageTextToText.from_pretrained("seeing")
+    >>> with torch.no_grad():
+    ...     one = model.encode_images(pixel_values=torch.rand(1, 1, 3, 224, 224))
+    ...     two = model.encode_images(pixel_values=torch.rand(1, 2, 3, 224, 224))  # two images in one row
+    >>> both = hf_xattn.combine_images([one, two])  # a batch of two rows
+    ```
     """
     if not isinstance(caches, Sequence):
         raise TypeError(f"Expected `caches` to be a list of image caches, got {type_name(caches)}.")
@@ -108,6 +122,20 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: Any) -> None:
         ValueError: if the cache holds no images, or if another model, other weights or a conversation encoded them.
         OSError: if the file cannot be written: its folder does not exist, or the disk is full. A file at `path` is
             then as it was.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> import torch
+    >>> from transformers import AutoModelForImageTextToText
+
+    >>> model = AutoModelForImageTextToText.from_pretrained("seeing")
+    >>> with torch.no_grad():
+    ...     images = model.encode_images(pixel_values=torch.rand(2, 3, 224, 224))  # two images, one a row
+    >>> hf_xattn.save_image_cache(images, "images.safetensors", model)
+    >>> images = hf_xattn.load_image_cache("images.safetensors", model)
+    ```
     """
     cross, layout = images_of("cache", cache)
     _check_model(model)
@@ -148,6 +176,22 @@ def load_image_cache(path: str | Path, model: Any) -> ImageCache:
         TypeError: if an argument is not a path or a model of this package.
         FileNotFoundError: if there is no such file.
         ValueError: if the file is not an image cache, is damaged, or was written with other weights.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> import torch
+    >>> from transformers import AutoModelForImageTextToText
+
+    >>> model = AutoModelForImageTextToText.from_pretrained("seeing")
+    >>> with torch.no_grad():
+    ...     images = model.encode_images(pixel_values=torch.rand(2, 3, 224, 224))  # two images, one a row
+    >>> hf_xattn.save_image_cache(images, "images.safetensors", model)
+    >>> loaded = hf_xattn.load_image_cache("images.safetensors", model)
+    >>> loaded.nbytes == images.nbytes
+    True
+    ```
     """
     _check_model(model)
     if not Path(path).is_file():

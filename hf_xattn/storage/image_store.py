@@ -349,6 +349,21 @@ class XAttnStoreMixin:
 
         Raises:
             TypeError, ValueError: for another `dtype`.
+
+        Example:
+
+        ```python
+        >>> import torch
+        >>> from transformers import AutoModelForImageTextToText
+
+        >>> model = AutoModelForImageTextToText.from_pretrained("seeing")
+        >>> model.enable_image_store(max_bytes=2**30)
+        >>> pixels = torch.rand(1, 3, 224, 224)
+        >>> for _ in range(2):  # the vision tower runs once
+        ...     tokens = model.generate(torch.tensor([[1, 2, 3]]), pixel_values=pixels, max_new_tokens=2)
+        >>> model.image_store.hits
+        1
+        ```
         """
         if self._image_store is None:
             self._image_store = ImageStore(max_bytes, dtype)

@@ -178,6 +178,22 @@ def align_connector(
         ValueError: for a model without a tower or with a connector of another type, image tokens of another width than
             the text, quantized weights, trained blocks or blocks with a code of positions, and rows without pictures
             or without words that differ among pictures. The model is not changed then.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from transformers import AutoImageProcessor, AutoTokenizer
+
+    >>> text, vision = "HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224"
+    >>> model = hf_xattn.retrofit(text, vision, dtype="float32")
+    >>> processor = hf_xattn.XAttnProcessor(
+    ...     AutoImageProcessor.from_pretrained(vision), AutoTokenizer.from_pretrained(text)
+    ... )
+    >>> found = hf_xattn.align_connector(model, processor, hf_xattn.load_rows("pictures"))
+    >>> found.pictures
+    3
+    ```
     """
     body: Any = body_of(model)
     try:

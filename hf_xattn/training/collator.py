@@ -79,6 +79,19 @@ class XAttnDataCollator:
         TypeError: if `processor` is not an `XAttnProcessor`, or `features` are not `VisionFeatures`.
         ValueError: for unknown options or options that exclude one another, for a tokenizer that gives no offsets or
             has neither a padding nor an EOS token, and for features that were made with another image processor.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from transformers import AutoProcessor
+
+    >>> collator = hf_xattn.XAttnDataCollator(AutoProcessor.from_pretrained("seeing"))
+    >>> rows = hf_xattn.load_rows("pictures")
+    >>> batch = collator([rows[0], rows[1]])
+    >>> sorted(batch)
+    ['attention_mask', 'input_ids', 'labels', 'pixel_values']
+    ```
     """
 
     def __init__(

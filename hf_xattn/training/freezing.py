@@ -59,6 +59,15 @@ def freeze(
         TypeError: for a model without blocks, or a wrapper around one.
         ValueError: for quantized weights that shall train, a pattern that no name matches, or PEFT's adapters. The
             model is not changed then.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> model = hf_xattn.retrofit("HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224")
+    >>> model = hf_xattn.freeze(model, connector=True, names={"*.lm_head.*": False})  # blocks and head train
+    ```
     """
     chosen = _choose(model, names, text=text, vision=vision, connector=connector, blocks=blocks)
     for name, weight in model.named_parameters():
@@ -125,6 +134,17 @@ def training_table(model: Any) -> str:
 
     Raises:
         TypeError: for a model without blocks.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> model = hf_xattn.retrofit("HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224")
+    >>> table = hf_xattn.training_table(hf_xattn.freeze_base(model))
+    >>> [line.split()[0] for line in table.splitlines()[1:]]
+    ['text', 'vision', 'connector', 'blocks', 'total']
+    ```
     """
     figures = {part: [0, 0, 0, 0, 0] for part in PARTS}
     for part, _, weight, _ in part_weights(model):
@@ -157,6 +177,19 @@ def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XA
     """Freezes all weights except those of the blocks and the connector: `freeze(model, vision=vision)`, same errors.
 
     The base may be quantized: then too the blocks and the connector train, in high precision.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> model = hf_xattn.retrofit("HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224")
+    >>> model = hf_xattn.freeze_base(model)
+    >>> all(weight.requires_grad for block in model.blocks for weight in block.parameters())
+    True
+    >>> any(weight.requires_grad for weight in model.model.vision_tower.parameters())
+    False
+    ```
     """
     return freeze(model, vision=bool(vision))
 
@@ -181,6 +214,19 @@ def lora_targets(
         TypeError: for a model without blocks.
         ValueError: for an unknown place, a vision tower that the model does not have, or a projection that no layer
             there has.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from peft import LoraConfig, get_peft_model
+
+    >>> model = hf_xattn.retrofit("HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224")
+    >>> targets = hf_xattn.lora_targets(model, projections=["q_proj", "v_proj"])
+    >>> config = LoraConfig(target_modules=targets, modules_to_save=hf_xattn.added_modules(model))
+    >>> model = get_peft_model(model, config)
+    >>> model.save_pretrained("adapter")  # `PeftModel.from_pretrained(model, "adapter")` loads it
+    ```
     """
     body = body_of(model)
     if where not in PLACES:
@@ -206,6 +252,15 @@ def added_modules(model: XAttnForConditionalGeneration | XAttnModel) -> list[str
     """Returns the names of blocks and connector for `LoraConfig(modules_to_save=...)`, which trains all their weights.
 
     Raises a `TypeError` for a model without blocks.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> model = hf_xattn.retrofit("HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224")
+    >>> names = hf_xattn.added_modules(model)  # for `modules_to_save` of a `LoraConfig`
+    ```
     """
     body = body_of(model)
     _, layers = find_decoder(body.text_model)
@@ -259,6 +314,18 @@ def parameter_groups(
         TypeError: for a model without blocks, or a rate that is no number.
         ValueError: for an unknown part, a part that trains without a learning
             rate, a weight that trains in no part (the prompts of PEFT's prompt tuning), or if nothing trains.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> import torch
+
+    >>> model = hf_xattn.retrofit("HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224")
+    >>> rates = {"blocks": 3e-4, "connector": 1e-3}
+    >>> groups = hf_xattn.parameter_groups(hf_xattn.freeze_base(model), rates, weight_decay=0.1)
+    >>> optimizer = torch.optim.AdamW(groups)
+    ```
     """
     rates, decays = _by_part("learning_rate", learning_rate), _by_part("weight_decay", weight_decay)
     groups: dict[tuple[str, bool, bool], list[nn.Parameter]] = {
@@ -327,6 +394,19 @@ def train_in_float32(model: Any) -> Any:
     Raises:
         TypeError: for a model without blocks.
         ValueError: if nothing trains, or for sharded weights.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> model = hf_xattn.retrofit(
+    ...     "HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224", dtype="bfloat16"
+    ... )
+    >>> model = hf_xattn.train_in_float32(hf_xattn.freeze_base(model))
+    >>> model.blocks[0].attn.q_proj.weight.dtype, model.get_input_embeddings().weight.dtype
+    (torch.float32, torch.bfloat16)
+    ```
     """
     learning = [weight for _, _, weight, _ in part_weights(model) if weight.requires_grad]
     if not learning:

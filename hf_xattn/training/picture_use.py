@@ -95,6 +95,19 @@ def picture_use(
 
     Returns:
         [`PictureUse`], or None if no two rows have different pictures.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    >>> model = AutoModelForImageTextToText.from_pretrained("seeing")  # a folder of `hf-xattn train`
+    >>> processor = AutoProcessor.from_pretrained("seeing")
+    >>> use = hf_xattn.picture_use(model, hf_xattn.load_rows("pictures"), hf_xattn.XAttnDataCollator(processor))
+    >>> use.rows
+    3
+    ```
     """
     count = min(len(rows), most_rows)
     chosen = [number * len(rows) // count for number in range(count)] if count else []
@@ -165,6 +178,20 @@ class PictureUseCallback(TrainerCallback):
     Args:
         rows (`Sequence`), collate (`Callable`), batch_size (`int`), most_rows (`int`): as of [`picture_use`]. Rows that
             are not trained on tell most.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainingArguments
+
+    >>> model = hf_xattn.freeze_base(AutoModelForImageTextToText.from_pretrained("seeing", dtype="float32"))
+    >>> collator = hf_xattn.XAttnDataCollator(AutoProcessor.from_pretrained("seeing"))
+    >>> rows = hf_xattn.load_rows("pictures")
+    >>> arguments = TrainingArguments("trainer", remove_unused_columns=False, report_to="none")
+    >>> callback = hf_xattn.PictureUseCallback(rows, collator)
+    >>> trainer = Trainer(model, arguments, data_collator=collator, train_dataset=rows, callbacks=[callback])
+    ```
     """
 
     def __init__(

@@ -53,6 +53,16 @@ def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
     Raises:
         ValueError: for a `folder` that is a file.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> checkpoint = hf_xattn.last_complete_checkpoint("trainer")  # the `output_dir` of a run that was killed
+    >>> print(checkpoint)  # there is none yet, so `trainer.train(resume_from_checkpoint=checkpoint)` starts anew
+    None
+    ```
     """
     if os.path.isfile(folder):
         raise ValueError(f"Expected `folder` to be a folder with checkpoints, got a file: {os.fspath(folder)!r}.")

@@ -106,6 +106,22 @@ class VisionFeatures:
         TypeError: for a model without blocks.
         ValueError: for a folder without features, with damaged files, or whose features another tower has made: another
             configuration, other weights or another dtype.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    >>> hf_xattn.main(["encode-features", "seeing", "--data", "pictures", "--output", "features"])
+    2 picture(s) encoded, 0 known, ... bytes: features
+    0
+    >>> model = AutoModelForImageTextToText.from_pretrained("seeing")
+    >>> features = hf_xattn.VisionFeatures("features", model)
+    >>> collator = hf_xattn.XAttnDataCollator(AutoProcessor.from_pretrained("seeing"), features=features)
+    >>> "vision_features" in collator([hf_xattn.load_rows("pictures")[0]])
+    True
+    ```
     """
 
     def __init__(self, folder: str | Path, model: Any):

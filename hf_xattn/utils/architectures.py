@@ -120,7 +120,19 @@ ARCHITECTURES |= {name: replace(ARCHITECTURES.get(name, Architecture()), packs=T
 
 
 def architecture(model_type: str) -> Architecture:
-    """Returns the entry of a `model_type`, or the default. Refused is also what needs a newer transformers."""
+    """Returns the entry of a `model_type`, or the default. Refused is also what needs a newer transformers.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+
+    >>> print(hf_xattn.architecture("llama").refused)  # None: served
+    None
+    >>> hf_xattn.architecture("xlnet").refused is None
+    False
+    ```
+    """
     entry = ARCHITECTURES.get(model_type, Architecture())
     return replace(entry, refused=needs(entry.since, "its decoder")[:-1]) if is_before(entry.since) else entry
 

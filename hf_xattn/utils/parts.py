@@ -175,6 +175,23 @@ def register_connector(name: str, connector: type[nn.Module], exist_ok: bool = F
 
     Raises:
         ValueError: for a name that is taken.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from torch import nn
+
+    >>> class Normed(nn.Sequential):
+    ...     def __init__(self, config):
+    ...         width = config.vision_config.hidden_size
+    ...         super().__init__(nn.LayerNorm(width), nn.Linear(width, config.cross_attention_config.context_size))
+
+    >>> hf_xattn.register_connector("normed", Normed)
+    >>> model = hf_xattn.retrofit(
+    ...     "HuggingFaceTB/SmolLM2-135M-Instruct", "google/siglip-base-patch16-224", connector_type="normed"
+    ... )
+    ```
     """
     CONNECTORS.register(name, connector, exist_ok)
 
@@ -196,6 +213,27 @@ def register_gate(name: str, gate: type[nn.Module], exist_ok: bool = False) -> N
 
     Raises:
         ValueError: for a name that is taken.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> import torch
+    >>> from torch import nn
+
+    >>> class Half(nn.Module):
+    ...     starts_at_zero = True
+    ...
+    ...     def __init__(self, config):
+    ...         super().__init__()
+    ...         self.scale = nn.Parameter(torch.zeros(1))
+    ...
+    ...     def forward(self, update, hidden_states):
+    ...         return update * self.scale.sigmoid().sub(0.5)
+
+    >>> hf_xattn.register_gate("half", Half)
+    >>> config = hf_xattn.CrossAttentionConfig(gate="half", zero_init=False)
+    ```
     """
     GATES.register(name, gate, exist_ok)
 
@@ -218,6 +256,24 @@ def register_position(name: str, position: type[nn.Module], exist_ok: bool = Fal
 
     Raises:
         ValueError: for a name that is taken.
+
+    Example:
+
+    ```python
+    >>> import hf_xattn
+    >>> from torch import nn
+
+    >>> class Places(nn.Module):
+    ...     def __init__(self, config):
+    ...         super().__init__()
+    ...         self.table = nn.Embedding(1024, config.head_dim)
+    ...
+    ...     def forward(self, states, places, of):
+    ...         return states + self.table(places)[:, :, None] if of == "keys" else states
+
+    >>> hf_xattn.register_position("places", Places)
+    >>> block = hf_xattn.GatedCrossAttentionBlock(hf_xattn.CrossAttentionConfig(position="places"))
+    ```
     """
     POSITIONS.register(name, position, exist_ok)
 

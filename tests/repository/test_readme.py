@@ -7,7 +7,6 @@ import shlex
 import shutil
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import against_llava
@@ -15,10 +14,10 @@ import photos_table
 import pytest
 import side_by_side
 from packaging.version import Version
-from PIL import Image
 
 from helpers.checkout import ROOT
-from helpers.models.known_checkpoints import QWEN, TEXTS, make_siglip, make_text
+from helpers.inputs.reader_files import after, fill
+from helpers.models.known_checkpoints import QWEN, TEXTS, make_text
 from helpers.models.tiny_models import needs_part
 from hf_xattn.commands.main import _parser, main
 from hf_xattn.parts.towers import markdown_table as table_of_towers
@@ -36,26 +35,10 @@ RUN = [name for name, text in PAGES.items() if "```python" in text]
 CLIENT = "OpenAI("  # in the block that asks a running server
 
 
-def after(mark: str, language: str, text: str = README) -> str:
-    """The code block behind a mark."""
-    found = re.search(rf"<!-- {re.escape(mark)} -->\n```{language}\n(.*?)```", text, re.DOTALL)
-    assert found is not None
-    return found[1]
-
-
 def commands_of(text: str) -> list[list[str]]:
     lines = [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("hf-xattn")]
     assert lines
     return lines
-
-
-def fill(folder: Path) -> None:
-    """What a reader has: the pictures, and the vision checkpoint under the name that the README gives it."""
-    make_siglip(folder)
-    (folder / "pictures").mkdir()
-    for name, colour in (("pictures/a.png", "red"), ("pictures/b.png", "blue"), ("photo.png", "green")):
-        Image.new("RGB", (60, 40), colour).save(folder / name)
-    (folder / "pictures" / "metadata.jsonl").write_text(after("metadata.jsonl", "json"))
 
 
 @pytest.fixture
@@ -73,7 +56,7 @@ def trained(tmp_path_factory):
         patch.chdir(folder)
         fill(folder)
         make_text(folder, QWEN)
-        for line in commands_of(after("four steps", "bash"))[:2]:
+        for line in commands_of(after("four steps", "bash", README))[:2]:
             assert main(line) in (0, None)
     return folder
 
@@ -83,7 +66,7 @@ def test_four_steps_in_the_shell(desk, monkeypatch, capsys, name):
     """Commands that a reader copies and that do not work, with one of the text models that the README names."""
     make_text(desk, name)
     assert name in README
-    lines = commands_of(after("four steps", "bash"))
+    lines = commands_of(after("four steps", "bash", README))
     assert [line[0] for line in lines] == ["retrofit", "train", "chat", "serve"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("what is it ?\n"))
     for line in lines[:3]:

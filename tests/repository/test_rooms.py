@@ -13,8 +13,8 @@ PACKAGE = ROOT / "hf_xattn"
 ORDER = (
     "version utils configuration_xattn outputs_xattn cache layers images decoders parts learning "
     "checkpoints storage extras_xattn call images_xattn generation_xattn modeling_xattn retrofit processing "
-    "processing_xattn registration data evaluation training importers maps __init__ serving vllm_plugin checks demo "
-    "commands __main__"
+    "processing_xattn registration data evaluation training importers maps serving vllm_plugin checks demo commands "
+    "__init__ __main__"
 ).split()
 # What a reader needs to follow an image through `generate`. Everything else is an extra, and hooks in at PLACES.
 CORE = (

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from helpers.models.template_models import SENTENCES
+from helpers.models.tiny_mllama import make_mllama
 
 
 QWEN, SMOL, LLAMA = (
@@ -28,6 +29,7 @@ QWEN, SMOL, LLAMA = (
     "meta-llama/Llama-3.2-1B-Instruct",
 )
 SIGLIP = "google/siglip-base-patch16-224"
+LLAMA_VISION = "meta-llama/Llama-3.2-11B-Vision-Instruct"
 
 # As in the published templates: for text alone, with the default system message of the family.
 CHATML = (
@@ -99,3 +101,8 @@ def make_siglip(folder: Path) -> None:
     torch.manual_seed(1)
     SiglipModel(config).save_pretrained(folder / SIGLIP)
     SiglipImageProcessor(size={"height": 224, "width": 224}).save_pretrained(folder / SIGLIP)
+
+
+def make_llama_vision(folder: Path) -> None:
+    """Saves a Llama 3.2 Vision without a processor."""
+    make_mllama().save_pretrained(folder / LLAMA_VISION)
