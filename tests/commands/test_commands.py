@@ -273,7 +273,7 @@ def test_errors_are_one_line(saved, capsys, tmp_path):
         (["chat", model, "--temperature", "nan"], "--temperature: invalid float of at least 0"),
         (["web", model, "--image-store", "-1"], "--image-store: invalid int of at least 0"),
         (["generate", model, "--prompt", "a", "--image", "a", "--image-cache", "b"], "--image-cache: not allowed with"),
-        (["inspect"], "one of the arguments DIR --architectures --towers is required"),
+        (["inspect"], "one of the arguments MODEL --architectures --towers is required"),
         (["inspect", text, "--architectures"], "not allowed with argument"),
     ):
         with pytest.raises(SystemExit):
