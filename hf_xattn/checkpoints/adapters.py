@@ -284,7 +284,7 @@ def save_small(
         if lacking := sorted(names.difference(state_dict)):
             raise ValueError(
                 f"`adapter_only=True`: expected all weights of the model in `state_dict`, but {len(lacking)} are "
-                f"missing, such as {lacking[0]}. Pass all of them: those that the bases hold are left out of the folder."
+                f"missing, such as {lacking[0]}. Pass all: those that the bases hold are left out of the folder."
             )
     state = without_ties(model.state_dict() if state_dict is None else state_dict, model)
     manifest: dict[str, Any] = {"format": FORMATS[-1], "hf_xattn": __version__}

@@ -43,12 +43,8 @@ logger = logging.get_logger(__name__)
 
 MANIFEST = "cross_attention.json"  # in a folder of added weights
 WEIGHTS = "cross_attention"  # begins the names of files of added weights, where transformers' names begin with `model`
-FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}  # by safetensors' names
+# By the names that safetensors gives them.
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODES = {dtype: code for code, dtype in FLOATS.items()}
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -135,7 +131,7 @@ def check_against_weights(model: nn.Module, headers: dict[str, Stored], quantize
 
     Args:
         headers (`dict[str, Stored]`): the weights in the checkpoint.
-        quantized (`bool`): whether the weights in the checkpoint are packed, so that their shapes do not tell their number.
+        quantized (`bool`): whether the weights in the checkpoint are packed, so that shapes do not tell their number.
         what (`str`): names the checkpoint at the beginning of a message.
 
     Raises:
@@ -254,9 +250,8 @@ def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None
         return None
     hub = given(FILE_KEYWORDS, load_kwargs)
     of_adapter = dict(load_kwargs.get("adapter_kwargs") or {})
-    known = of_adapter.pop(
-        "_adapter_model_path", None
-    )  # set by an Auto class, which has replaced `checkpoint` by the base
+    # An Auto class sets this name, and replaces `checkpoint` by the base.
+    known = of_adapter.pop("_adapter_model_path", None)
     name = os.fspath(checkpoint if known is None else known)
     if known is not None:
         hub.pop("subfolder", None)

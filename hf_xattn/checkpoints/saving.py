@@ -229,9 +229,8 @@ class XAttnSavingMixin(Model):
         if options.get("push_to_hub"):
             push = {name: value for name, value in options.items() if name not in SAVE_KEYWORDS or name == "token"}
             commit = {name: push.pop(name) for name in ("commit_message", "create_pr") if name in push}
-            repo_id = push.pop(
-                "repo_id", os.path.basename(os.path.abspath(target))
-            )  # the name of a link, not of its target
+            # If the folder is a link, the repository gets the name of the link, not of its target.
+            repo_id = push.pop("repo_id", os.path.basename(os.path.abspath(target)))
             repo_id = hub.hf_api().create_repo(repo_id, exist_ok=True, **push).repo_id
             others = {name: math.inf for name in os.listdir(target) if name not in new}
             self._upload(target, others, repo_id, token=push.get("token"), **commit)
