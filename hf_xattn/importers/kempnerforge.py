@@ -9,7 +9,7 @@ heads, `K` the number of K/V heads, `d` the width of a head, and `F` the inner w
 | `attn.q_proj.weight` | (H d, D) | the same |
 | `attn.{k,v}_proj.weight` | (K d, D) | the same |
 | `attn.o_proj.weight` | (D, H d) | the same |
-| `mlp.{gate_proj,up_proj}.weight`, `mlp.down_proj.weight` | (F, D), (D, F) | the same; only blocks with SiLU have a `gate_proj` |
+| `mlp.{gate_proj,up_proj}.weight`, `mlp.down_proj.weight` | (F, D), (D, F) | the same; `gate_proj` only with SiLU |
 
 The blocks have no gate. KempnerForge builds their norms with an epsilon of 1e-5: `norm_eps` of its configuration is for
 the norms of the decoder alone. Block `k` stands behind decoder layer `(k + 1) * every - 1`, so its index here is `(k +
