@@ -20,9 +20,7 @@ from packaging.version import Version
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.image_processing_auto import (
-    AutoImageProcessor,
-)  # the public import needs torchvision, see `REPAIRED`
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # see `REPAIRED`
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..version import __version__

@@ -33,7 +33,7 @@ class WholeFolder:
 
     Args:
         target (`str` or `Path`): the folder. Its files that the body does not write are kept.
-        stale (`Callable`, *optional*): returns files of an earlier save, which are removed if they are not written again.
+        stale (`Callable`, *optional*): returns files of an earlier save. Those that are not written again are removed.
 
     Raises:
         OSError: for a full disk, for example. `target` is then as it was before.
