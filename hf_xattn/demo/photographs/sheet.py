@@ -122,7 +122,7 @@ def _draw(sheet: Image.Image, corner: tuple[int, int], question: Question, said:
 
 
 def _picture(question: Question, said: Said, processor: Any) -> Image.Image:
-    """Returns the picture to lay the patches on: what the tower has read, or the sharper file if nothing was cut off."""
+    """Returns the picture to lay patches on: what the tower has read, or the sharper file if nothing is cut off."""
     if getattr(processor.image_processor, "do_center_crop", None):
         picture = Image.fromarray((said.pixels * 255).byte().numpy())
     else:
