@@ -35,8 +35,8 @@ EPILOG = """SOURCE of --data, --eval-data and --align is one of these:
   .parquet          a file with one example in each row, which holds the bytes of images or the names of their files
   .tar              shards of WebDataset, not compressed; shards-{000..127}.tar names many
   OWNER/NAME        a data set on the Hub; OWNER/NAME@CONFIG#SPLIT if it has several
-All but .jsonl files, also as metadata.jsonl, need `pip install "datasets>=4"`, which converts a source once and keeps
-the result.
+All sources except .jsonl files and folders with a metadata.jsonl need `pip install "datasets>=4"`, which converts a
+source once and keeps the result.
 
 An example is a JSON object, or a row of a table, with one of these sets of fields:
   file_name, text               an image and its caption; --prompt is the question
