@@ -1,8 +1,10 @@
-"""Measures on a loaded model whether its decoder keeps what `generate` promises: `hf-xattn check` prints the results.
+"""Measures on a loaded model whether it keeps the promises that depend on its decoder. `hf-xattn check` prints the
+results.
 
-Each kind of cache is compared with no cache, and a row without an image beside one with an image with the row alone.
-Both depend on the decoder's code, which comes with a checkpoint or with another version of transformers; what depends
-on this package alone is tested with it. A check changes nothing in the model.
+There are two kinds of checks. Generation with each kind of cache is compared with generation without a cache, and a row
+without an image in a batch with images is compared with the same row in a batch without images. Both results depend on
+the code of the decoder, which may come with a checkpoint or with another version of transformers. What depends on this
+package alone is covered by its tests. The checks leave the model as it is.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from .utils.transformers_api import CACHE
 HOLDS, BROKEN, NOT_CHECKED = "holds", "BROKEN", "not checked"
 STEPS = 8
 ROWS, LENGTH = 2, 9
-FEATURES = 6  # tokens of an image, without a vision tower
+FEATURES = 6  # number of image tokens, for a model without a vision tower
 SEED = 0
-AWAKE = 0.1  # standard deviation of the weights that a fresh block gets for a check
-LONGEST_WINDOW = 1024  # a longer text costs too much without a cache
-FLOAT8, FLOAT8_OF_EXPERTS = 0.25, 0.5  # share of the largest logit by which text in float8 may be off
+AWAKE = 0.1  # standard deviation of the random weights that a fresh block gets during a check
+LONGEST_WINDOW = 1024  # sliding windows up to this length are checked: without a cache, a longer text costs too much
+# With text in float8, logits may differ by this share of the largest logit.
+FLOAT8, FLOAT8_OF_EXPERTS = 0.25, 0.5
 QUANTIZED = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
 KINDS: dict[str, dict[str, Any]] = {
     "cache-dynamic": {"cache_implementation": "dynamic"},
@@ -37,8 +40,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "cache-continued": {},
     "cache-sliding": {},
 }
-# Largest difference that rounding makes, as a share of the largest logit. In half precision a mixture of experts may
-# choose other experts for a token after rounding.
+# The largest difference that rounding may make, as a share of the largest logit. In half precision, rounding may change
+# the choice of experts for a token, so models with experts have larger values.
 ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 ROUNDING_OF_EXPERTS = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 0.2, torch.bfloat16: 0.2}
 NAMES = ("image-less-rows", *KINDS)
@@ -46,21 +49,24 @@ NAMES = ("image-less-rows", *KINDS)
 
 @dataclass(frozen=True)
 class Result:
-    """What a check has found."""
+    """The result of a check."""
 
     name: str
     status: str  # `HOLDS`, `BROKEN` or `NOT_CHECKED`
-    line: str  # what was measured, in words
+    line: str  # the measurement as a sentence
     measured: float | None = None
-    allowed: float | None = None  # the largest with which the promise holds
+    allowed: float | None = None  # the largest value with which the check holds
 
 
 def run_checks(model: Any, skip: Collection[str] = ()) -> Iterator[Result]:
-    """Makes all checks, in the order of `NAMES`.
+    """Runs all checks, in the order of `NAMES`.
 
     Args:
-        model ([`XAttnForConditionalGeneration`]): in evaluation mode.
-        skip (`Collection[str]`): names of checks to leave out.
+        model ([`XAttnForConditionalGeneration`]): a model in evaluation mode.
+        skip (`Collection[str]`): names of checks to leave out. Their results are `NOT_CHECKED`.
+
+    Returns:
+        an iterator of [`Result`]. Each check runs when its result is asked for.
 
     Raises:
         ValueError: for an unknown name in `skip`, before anything is checked.
@@ -93,12 +99,12 @@ def _results(model: Any, skip: Collection[str]) -> Iterator[Result]:
 
 
 def _measured(name: str, check: Callable[[], Result]) -> Result:
-    """The result of a check. An error in the model breaks a promise, too."""
+    """Runs a check. An error that the model raises is a broken check, too."""
     try:
         return check()
     except (torch.OutOfMemoryError, MemoryError) as error:
         return Result(name, NOT_CHECKED, f"out of memory: {_first_line(error)}")
-    except Exception as error:  # whatever a model raises is what was found
+    except Exception as error:  # the code of a decoder may raise anything
         return Result(name, BROKEN, f"raised {type(error).__name__}: {_first_line(error)}")
 
 
@@ -108,7 +114,7 @@ def _first_line(error: BaseException) -> str:
 
 @torch.no_grad()
 def check_rows_without_image(model: Any) -> Result:
-    """A row without an image, in a batch with one, has the logits of the same rows without any image."""
+    """Compares a row without an image in a batch with an image with the same row in a batch without images."""
     ids = random_text(model)
     with awake_blocks(model) as awake:
         alone = model(ids, use_cache=False).logits[1]
@@ -124,7 +130,10 @@ def check_rows_without_image(model: Any) -> Result:
 
 @contextlib.contextmanager
 def awake_blocks(model: Any) -> Iterator[bool]:
-    """Inside, the blocks have random weights in place of zeros if images change nothing. Yields whether they have."""
+    """Context in which blocks that change nothing have random weights in place of their zeros.
+
+    It yields whether the weights were changed.
+    """
     ids, kept = mark_images(model, random_text(model)), []
     with torch.no_grad():
         seen = model(ids, **image_of_first_row(model), use_cache=False).logits
@@ -143,13 +152,16 @@ def awake_blocks(model: Any) -> Iterator[bool]:
 
 
 def woken(awake: bool) -> str:
-    """What a line adds where blocks were woken."""
+    """Returns the end of a line, which says that blocks have got random weights."""
     return " (fresh blocks get random weights here)" if awake else ""
 
 
 @torch.no_grad()
 def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
-    """Greedy, `STEPS` tokens, with the logits of each step and a cache, whatever the configuration wants."""
+    """Generates `STEPS` tokens greedily with a cache, and returns their logits too.
+
+    The arguments override the generation settings of the model.
+    """
     fixed = {
         "max_new_tokens": STEPS,
         "min_new_tokens": STEPS,
@@ -165,14 +177,14 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
 
 
 class _CacheChecks:
-    """Compares each kind of cache with no cache. What is generated without one is kept for the next kind."""
+    """Compares each kind of cache with no cache. The result without a cache is computed once for each text length."""
 
     def __init__(self, model: Any):
         self.model = model
         self._uncached: dict[int, Any] = {}
 
     def check(self, kind: str) -> Result:
-        """`kind` is a key of `KINDS`."""
+        """Checks a kind of cache, a key of `KINDS`."""
         length, why_not = LENGTH, None
         if kind == "cache-offloaded" and self.model.device.type != "cuda":
             why_not = f"offloading needs a GPU, the model is on {self.model.device.type}"
@@ -212,8 +224,9 @@ class _CacheChecks:
 
     @torch.no_grad()
     def _without_cache(self, ids: torch.Tensor, images: dict[str, Any]) -> Any:
-        """What is generated without a cache, with the logits of one forward of all its text and images: also without a
-        cache `generate` keeps the keys and values of images.
+        """Generates without a cache, and replaces the logits by those of one forward pass over all text and images.
+
+        The logits of `generate` are not taken, because it keeps the keys and values of images even without a cache.
         """
         expected = generate(self.model, ids, **images, use_cache=False)
         text = expected.sequences[:, :-1]
@@ -241,7 +254,7 @@ class _CacheChecks:
         return Result(kind, HOLDS if apart <= allowed else BROKEN, line, apart, allowed)
 
     def _refusal_of_decoder(self, kind: str) -> str | None:
-        """The error with which the text half refuses a cache by itself, without images."""
+        """Returns the error with which the text model alone, without images, refuses a cache. None if it does not."""
         try:
             generate(self.model.base_model.text_model, random_text(self.model), **KINDS[kind])
         except Exception as error:
@@ -250,7 +263,11 @@ class _CacheChecks:
 
     @torch.no_grad()
     def _whose_fault(self, kind: str, length: int, allowed: float) -> tuple[str, bool]:
-        """Whether the text half alone, without images, differs from no cache, too: in words, and as a value."""
+        """Finds out whether the text model alone, without images, differs from generation without a cache, too.
+
+        Returns:
+            a sentence, and whether the text model differs.
+        """
         text, ids = self.model.base_model.text_model, random_text(self.model, length)
         name = type(text).__name__
         try:
@@ -263,7 +280,7 @@ class _CacheChecks:
         return f". {name} by itself, without an image, is right: {number(apart)} off", False
 
     def _window(self) -> int | None:
-        """The largest sliding window among the layers of the text half."""
+        """Returns the largest sliding window among the layers of the text model. None if there is none."""
         cache = generate(self.model, random_text(self.model))[CACHE]
         layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
         windows = [getattr(layer, "sliding_window", None) for layer in layers if getattr(layer, "is_sliding", False)]
@@ -271,7 +288,7 @@ class _CacheChecks:
 
 
 def _answer(model: Any, kind: str, ids: torch.Tensor, **images: Any) -> Any:
-    """What `generate` gives with this kind of cache. `"cache-continued"` has read the first half of the text before."""
+    """Generates with a kind of cache. A cache of `"cache-continued"` holds the first half of the text already."""
     if kind == "cache-continued":
         first = generate(model, ids[:, : ids.shape[1] // 2], **images, max_new_tokens=1, min_new_tokens=1)
         images = {CACHE: first[CACHE]}
@@ -279,24 +296,24 @@ def _answer(model: Any, kind: str, ids: torch.Tensor, **images: Any) -> Any:
 
 
 def _apart(length: int, expected: Any, found: Any) -> tuple[float, int]:
-    """Returns the largest difference of logits as a share of the largest logit, and the number of equal tokens."""
+    """Returns the largest difference of logits, as a share of the largest logit, and the number of equal tokens."""
     ours, theirs = torch.stack(found.logits, 1), torch.stack(expected.logits, 1)
     same = found.sequences[:, length:] == expected.sequences[:, length:]
-    # Up to the first step that chose another word: later steps read another text.
+    # Only steps up to the first different token are compared, because later steps read another text.
     counts = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1].cumprod(1).bool()], dim=1)
     apart = largest_difference(ours[counts], theirs[counts]) / max(largest(theirs), 1e-30)
     return apart, int(same.all(0).cumprod(0).sum())
 
 
 def largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Largest difference of two tensors of one shape: 0 for equal infinities, and infinity for NaN."""
+    """Returns the largest difference of two tensors of one shape. Equal infinities count as 0, and NaN as infinity."""
     first, second = first.detach().double().cpu(), second.detach().double().cpu()
     differences = torch.where(first == second, 0.0, (first - second).abs())
     return float(torch.nan_to_num(differences, nan=float("inf")).max()) if differences.numel() else 0.0
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """Largest absolute value that is finite."""
+    """Returns the largest finite absolute value."""
     tensor = tensor.detach().double().abs()
     return float(torch.where(tensor.isfinite(), tensor, 0.0).max())
 
@@ -307,7 +324,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def why_rows_mix(model: Any) -> str | None:
-    """Why rounding may depend on the other rows of a batch; None where each row is computed alone."""
+    """Returns why rounding may depend on the other rows of a batch. None if it does not."""
     text = model.base_model.text_model
     if has_experts(text):
         return "its experts multiply the tokens of all rows together"
@@ -317,7 +334,7 @@ def why_rows_mix(model: Any) -> str | None:
 
 
 def rounding_of(model: Any) -> float:
-    """Share of the largest logit by which rounding may change the logits of a model."""
+    """Returns the share of the largest logit by which rounding may change the logits of a model."""
     text = model.base_model.text_model
     return (ROUNDING_OF_EXPERTS if has_experts(text) else ROUNDING).get(text.dtype, ROUNDING[torch.bfloat16])
 
@@ -327,7 +344,7 @@ def number(value: float) -> str:
 
 
 def random_text(model: Any, length: int = LENGTH) -> torch.Tensor:
-    """Ids of the base's vocabulary, `(ROWS, length)`, without special tokens and image markers."""
+    """Returns random token ids `(ROWS, length)` of the text model's vocabulary, without special tokens and markers."""
     config = model.config.text_config
     size = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
     special: set[int] = set()
@@ -341,7 +358,7 @@ def random_text(model: Any, length: int = LENGTH) -> torch.Tensor:
 
 
 def mark_images(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The text with an image marker at the second token of the first row, where the model knows one."""
+    """Returns token ids with an image marker as the second token of the first row, if the model has a marker."""
     marker, ids = model.config.image_token_id, ids.clone()
     if marker is not None:
         ids[0, 1] = marker
@@ -349,7 +366,7 @@ def mark_images(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def image_of_first_row(model: Any) -> dict[str, torch.Tensor]:
-    """Arguments of `forward`, `generate` and `encode_images`: an image for the first row, none for the second."""
+    """Returns arguments of `forward`, `generate` and `encode_images` with an image for the first row alone."""
     generator = torch.Generator().manual_seed(SEED + 1)
     vision = model.config.vision_config
     device = model.get_input_embeddings().weight.device

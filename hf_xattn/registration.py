@@ -1,4 +1,4 @@
-"""Registers the classes of this package with transformers."""
+"""Registers the classes of this package with transformers, so that its Auto classes and pipelines find them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .processing_xattn import XAttnProcessor
 
 
 def register_classes() -> None:
-    """Registers the classes with the Auto classes. Code in a checkpoint does not: each brings its own."""
+    """Registers the classes with the Auto classes.
+
+    Code that came with a checkpoint does not call this, because each such checkpoint brings classes of its own.
+    """
     transformers.AutoConfig.register(XAttnConfig.model_type, XAttnConfig)
     transformers.AutoConfig.register(CrossAttentionConfig.model_type, CrossAttentionConfig)
     transformers.AutoModel.register(XAttnConfig, XAttnModel)
@@ -28,15 +31,17 @@ def register_classes() -> None:
 
 
 def register_names(module: ModuleType) -> None:
-    """Registers the names that transformers looks up elsewhere.
+    """Registers the classes where they are looked up by name, and the pipeline.
 
-    `module`: transformers, as it was before its parts were imported: it imports itself a second time.
+    Args:
+        module: the module transformers as the caller has imported it. transformers replaces itself in `sys.modules`
+            while it is imported, so there may be several modules of this name.
     """
-    # Trainer's label smoothing, pipelines and `transformers serve` look names up here, not in the Auto classes.
+    # The label smoothing of `Trainer`, pipelines and `transformers serve` look names up here, not in the Auto classes.
     for name in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
         names = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})
         names[XAttnConfig.model_type] = XAttnForConditionalGeneration.__name__
-    # TRL's trainers look the class of a folder up as an attribute of transformers.
+    # TRL's trainers look up the class of a folder as an attribute of transformers.
     for each in (module, transformers, sys.modules["transformers"]):
         setattr(each, XAttnForConditionalGeneration.__name__, XAttnForConditionalGeneration)
     register_pipeline()

@@ -2,11 +2,12 @@
 
 A folder holds blocks, connector, added vocabulary, and every weight of the text model or the vision tower that differs
 from its base. Saving loads the bases again and compares every weight, so bases and folder give the whole model, bit for
-bit. The manifest names the bases with their commits and a fingerprint of their weights: loading compares a base with
-its fingerprint, and lays the weights of the folder over it. If the text model was quantized while it was loaded, the
-manifest holds the quantizer's configuration, and loading quantizes the base again.
+bit. The manifest (`cross_attention.json`) names the bases with their commits and holds a fingerprint of their weights.
+Loading compares each base with its fingerprint and puts the weights of the folder in place of those of the base. If the
+text model was quantized while it was loaded, the manifest also holds the configuration of the quantizer, and loading
+quantizes the base again.
 
-The manifest is written last: a folder without one is not loaded.
+The manifest is written last, so a folder whose save was cut off is not loaded.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ from .quantization import check_requantizable, quantization_of_text, without_qua
 
 logger = logging.get_logger(__name__)
 
-# Name of the part, its argument of `save_pretrained` and `from_pretrained`, and the function that loads it.
+# For each part: its name, the argument that names its base, and the function that loads the base.
 PARTS: tuple[tuple[str, str, Callable[..., PreTrainedModel]], ...] = (
     ("text_model", "text_base", load_text),
     ("vision_tower", "vision_base", load_vision),
 )
-FORMATS = (1, 2)  # the first names files and digests that are not needed; the last is written
+FORMATS = (1, 2)  # formats of the manifest that are read; the last one is written. The first also has digests of files
 OF_PEFT = ("adapter_kwargs", "adapter_name")  # keywords of `from_pretrained` for an adapter (PEFT) on the model
 
 
 @dataclass(frozen=True)
 class SmallCheckpoint:
-    """A checkpoint of added weights, which `adapter_only=True` has saved. An adapter of PEFT is something else."""
+    """A folder or repository that `adapter_only=True` has saved. (An adapter of PEFT is something else.)"""
 
     name: str  # its folder or Hub id
     manifest: dict[str, Any]  # the content of the file
@@ -61,15 +62,19 @@ class SmallCheckpoint:
 
     @classmethod
     def find(cls, name: Any, load_kwargs: dict[str, Any]) -> SmallCheckpoint | None:
-        """Reads the manifest. None if there is none. Raises a `ValueError` for no JSON, and for a later format."""
+        """Reads the manifest of a checkpoint. Returns None for a checkpoint without one.
+
+        Raises:
+            ValueError: for a manifest that is no JSON, or that a later version of this package has written.
+        """
         path = find_manifest(name, load_kwargs)
         if path is None:
             return None
         manifest = read_json(path)
         if manifest.get("format") not in FORMATS:
             raise ValueError(
-                f"{path} has format {short(manifest.get('format'))}, this version of hf_xattn reads up to "
-                f"{FORMATS[-1]}. Update hf_xattn."
+                f"{path} has format {short(manifest.get('format'))}, and this version of hf_xattn reads the formats up "
+                f"to {FORMATS[-1]}. Update hf_xattn."
             )
         return cls(os.fspath(name), manifest, given(FILE_KEYWORDS, load_kwargs))
 
@@ -78,19 +83,19 @@ class SmallCheckpoint:
         return find_file(self.name, name, self.hub) is not None
 
     def recorded_base(self, argument: str) -> BaseSource | None:
-        """The base that the manifest names for `text_base` or `vision_base`. None for a model without this part."""
+        """Returns the base that the manifest names for `text_base` or `vision_base`; None if the model has none."""
         record = self.manifest.get(argument)
         return None if record is None else BaseSource.of_record(record)
 
     def added(self) -> dict[str, torch.Tensor]:
-        """The weights in the checkpoint. Raises a `ValueError` for a file that is missing or cut off."""
+        """Returns the weights in the checkpoint. Raises a `ValueError` for a file that is missing or cut off."""
         weights: dict[str, torch.Tensor] = {}
         for name in self.manifest["files"]:
             if name.endswith(".safetensors"):
                 path = find_file(self.name, name, self.hub)
                 if path is None:
                     raise ValueError(f"{self.name} lacks {name}, which its {MANIFEST} names. Copy the folder again.")
-                read_headers([path], {}, where=self.name)  # the manifest may name a file that is none
+                read_headers([path], {}, where=self.name)  # raises an error for a damaged file
                 weights.update(load_file(path))
         return weights
 
@@ -100,7 +105,7 @@ class SmallCheckpoint:
         return digest_of("" if config is None else config.read_text("utf-8"), fingerprint(self.added()))
 
     def load_kwargs(self, config: Any, asked: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of `from_pretrained` that load the whole model. `asked` are the caller's."""
+        """Returns the keyword arguments of `from_pretrained` that load the whole model. `asked` are the caller's."""
         named = {argument: named_base(argument, asked.pop(argument, None)) for _, argument, _ in PARTS}
         apart = {name: asked.pop(name) for name in tuple(asked) if name in LOAD_KEYWORDS | {"output_loading_info"}}
         for name in ("_from_auto", "_from_pipeline", "_commit_hash"):
@@ -127,14 +132,17 @@ class SmallCheckpoint:
     def _weights_of_base(
         self, argument: str, load: Any, named: BaseSource | None, config: Any, load_kwargs: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Loads a base. Its weights, under their names in the model. Notes its place in the configuration."""
+        """Loads a base, and returns its weights under their names in the model.
+
+        The place of the base is noted in `config`.
+        """
         recorded, part = self.recorded_base(argument), getattr(config, argument.replace("_base", "_config"))
         if recorded is None:
             if named is not None:
                 raise ValueError(f"`{argument}` ({named.name}): {self.name} was saved without one.")
             return {}
         if part is not None:
-            (named or recorded).note_in(part)  # for the next time that the model is saved
+            (named or recorded).note_in(part)  # so that the model can be saved with `adapter_only=True` again
         base = self.base(argument, load, named, given((*HUB_KEYWORDS, "trust_remote_code"), load_kwargs))
         return {self.manifest[argument]["prefix"] + name: tensor for name, tensor in self.kept(argument, base).items()}
 
@@ -160,7 +168,7 @@ class SmallCheckpoint:
         return base
 
     def kept(self, argument: str, base: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """The weights of a base that the model has, in its dtypes."""
+        """Returns the weights of a base that the model shares, in the dtypes of the model."""
         record, weights = self.manifest[argument], weights_of(base)
         for name, dtype in record["dtypes"].items():
             weights[name] = weights[name].to(getattr(torch, dtype))
@@ -176,20 +184,26 @@ class SmallCheckpoint:
         )
 
     def onto(self, model_class: Any, text: PreTrainedModel, config: Any, asked: dict[str, Any]) -> Any:
-        """Puts the checkpoint onto a text model that is loaded, which contains the blocks afterwards.
+        """Puts the checkpoint onto a loaded text model, which then contains the blocks.
 
-        `asked` are the caller's keyword arguments. Everything is made on the device and in the dtype of the text model.
+        All new parts get the device and the dtype of the text model.
+
+        Args:
+            model_class: class of the model to return.
+            text: the text model.
+            config: configuration of the model, or the name of one; by default that of the checkpoint.
+            asked: the keyword arguments of `from_pretrained`.
 
         Raises:
-            ValueError: for keyword arguments that load a text model; for a text model that is another base than that
-                of the checkpoint; for a checkpoint that changes weights of its text model.
+            ValueError: for keyword arguments that are about loading a text model, for a text model that is not the base
+                of the checkpoint, and for a checkpoint that changes weights of its text model.
         """
         named = named_base("vision_base", asked.pop("vision_base", None))
         for name, value in asked.items():
             if name not in (*CONFIG_KEYWORDS, *OF_PEFT) and name[0] != "_" and value is not None:
                 raise ValueError(
                     f"`from_pretrained` does not take `{name}` beside a `text_base` that is loaded already, got "
-                    f"{short(value)}. Change the text model before, or the model afterwards."
+                    f"{short(value)}. Change the text model before the call, or the model after it."
                 )
         if not isinstance(config, XAttnConfig):
             config = XAttnConfig.from_pretrained(self.name if config is None else config, **self.hub)
@@ -216,7 +230,7 @@ class SmallCheckpoint:
         return model.eval()
 
     def _check_loaded(self, text: PreTrainedModel, config: Any) -> None:
-        """Compares a text model that is loaded with the base, as [`base`] does, and its settings, too."""
+        """Raises a `ValueError` if a loaded text model has other weights or settings than the base."""
         refuse_adapter_layers(text, "`from_pretrained` cannot put blocks into", "Merge the adapter, or delete it.")
         if any(weight.is_meta for weight in text.parameters()):
             raise ValueError("`text_base`: the weights of the text model are offloaded. Load it without a device map.")
@@ -246,8 +260,9 @@ def save_small(
     """Saves what the bases of a model do not hold.
 
     Args:
-        bases (`dict`): `text_base` and `vision_base`, where the caller names them.
-        state_dict (`dict`, *optional*): all weights of the model, where they are gathered already.
+        bases (`dict`): `text_base` and `vision_base`, as far as the caller names them.
+        with_code (`bool`): write the code of this package, too.
+        state_dict (`dict`, *optional*): all weights of the model, if they are gathered already.
         options (`dict`): the other keyword arguments of `PreTrainedModel.save_pretrained`.
 
     Raises:
@@ -269,7 +284,7 @@ def save_small(
         if lacking := sorted(names.difference(state_dict)):
             raise ValueError(
                 f"`adapter_only=True`: expected all weights of the model in `state_dict`, but {len(lacking)} are "
-                f"missing, such as {lacking[0]}. What the bases hold is left out by itself."
+                f"missing, such as {lacking[0]}. Pass all: those that the bases hold are left out of the folder."
             )
     state = without_ties(model.state_dict() if state_dict is None else state_dict, model)
     manifest: dict[str, Any] = {"format": FORMATS[-1], "hf_xattn": __version__}
@@ -285,7 +300,7 @@ def save_small(
     with WholeFolder(target, weight_files_of) as fresh:
         if (target / CARD).is_file():  # written anew only if no person has changed it
             shutil.copy2(target / CARD, fresh / CARD)
-        # Loading lays them over the weights of a base in memory, so they keep the names that they have there.
+        # Loading puts these weights in place of those of a base in memory, so they are saved under the names in memory.
         options = {**options, "state_dict": added, "save_original_format": False}
         with without_quantizer(model, keeps_config=not requantized), saved_by_one(model):
             model._write(fresh, with_code, options, target)
@@ -298,7 +313,7 @@ def save_small(
 
 
 def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, BaseSource]:
-    """Finds the bases of a model, before work is lost on one without them. Errors as [`save_small`]."""
+    """Returns the bases of a model, by part. Raises the errors of [`save_small`], before any work is done."""
     bases = bases or {}
     body, sources = model.base_model, {}
     refuse_adapter_layers(body, "`adapter_only=True` cannot save", SAVE_OR_MERGE)
@@ -328,16 +343,17 @@ def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, Ba
 def _take_base_out_of(
     state: dict[str, torch.Tensor], model: Any, name: str, source: BaseSource, load: Callable[..., PreTrainedModel]
 ) -> tuple[dict[str, Any], bool]:
-    """Takes the weights that equal those of a base out of `state`.
+    """Removes the weights that equal those of a base from `state`.
 
-    Returns the manifest's entry of the base, and whether loading has to quantize it again.
+    Returns:
+        the entry of the base in the manifest, and whether loading has to quantize the base again.
     """
     prefix = ("" if model.base_model is model else f"{model.base_model_prefix}.") + f"{name}."
     part = getattr(model.base_model, name)
     options = {"dtype": part.dtype, **({"trust_remote_code": True} if part.is_remote_code() else {})}
     base = source.load(load, **options)
     read = theirs = weights_of(base)
-    # A checkpoint may be quantized itself. Loading quantizes any other base again.
+    # If the checkpoint of the base is not quantized itself, loading has to quantize the base again.
     requantized = first_quantized(part) is not None and getattr(base, "hf_quantizer", None) is None
     del base
     if requantized:
@@ -364,7 +380,9 @@ def _take_base_out_of(
 
 
 def _take_scales_out_of(state: dict[str, torch.Tensor], prefix: str, theirs: dict[str, torch.Tensor]) -> None:
-    """Those of equal 4-bit weights. bitsandbytes rounds them when it runs on a CPU."""
+    """Removes the scales of 4-bit weights that equal those of the base. They may differ: on a CPU, bitsandbytes rounds
+    the scales of a model that has run.
+    """
     for name in [name for name in state if name.startswith(prefix) and ".weight." in name]:
         weight = name[: name.rindex(".weight.") + len(".weight")].removeprefix(prefix)
         if prefix + weight in state or not is_quantized(theirs.get(weight, torch.empty(0))):
@@ -375,7 +393,7 @@ def _take_scales_out_of(state: dict[str, torch.Tensor], prefix: str, theirs: dic
 
 
 def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether floating-point scales of a quantized weight are equal but for rounding to bfloat16, in either order."""
+    """Whether scales of a quantized weight are equal up to rounding to bfloat16, also if they are transposed."""
     orders = (ours.flatten(), ours.t().flatten()) if ours.dim() == 2 else (ours.flatten(),)
     expected = theirs.flatten().float().cpu()
     return ours.numel() == theirs.numel() and any(
@@ -384,12 +402,12 @@ def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def _whole(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A weight that accelerate has offloaded, as a tensor on a CPU; others as they are."""
+    """Returns a weight that accelerate has offloaded as a tensor on the CPU, and any other weight as it is."""
     return load_offloaded_parameter(model, name) if tensor.is_meta else tensor
 
 
 def equal_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Bit for bit, in the dtype of `ours`: -0.0 and 0.0 differ, and NaN equals itself."""
+    """Whether two weights have equal bits in the dtype of `ours`. -0.0 and 0.0 differ, and NaN equals itself."""
     if ours.shape != theirs.shape or is_quantized(ours) != is_quantized(theirs):
         return False
     mine, others = plain_tensors(ours), plain_tensors(theirs)
@@ -403,12 +421,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights of a model as they are saved: each tied weight once."""
+    """Returns the weights of a model as they are saved: each tied weight once."""
     return without_ties(base.state_dict(), base)
 
 
 def tensors_of(model: PreTrainedModel, remove_duplicate: bool = False) -> dict[str, torch.Tensor]:
-    """Parameters and saved buffers, by name. In a `state_dict`, bitsandbytes rounds 4-bit weights of a CPU for good."""
+    """Returns parameters and saved buffers by name.
+
+    `state_dict` is not called, because with it bitsandbytes rounds the 4-bit weights on a CPU for good.
+    """
     found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     for path, part in model.named_modules():
         for name, tensor in part.named_buffers(recurse=False):
@@ -418,14 +439,14 @@ def tensors_of(model: PreTrainedModel, remove_duplicate: bool = False) -> dict[s
 
 
 def without_ties(weights: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights of a model, each tied weight once. Weights of torchao's classes are never tied."""
+    """Returns the weights of a model, each tied weight once. Weights of torchao's classes are never tied."""
     packed = {name for name, tensor in weights.items() if len(plain_tensors(tensor)) > 1}
     once = remove_tied_weights_from_state_dict({n: t for n, t in weights.items() if n not in packed}, model)
     return {name: once.get(name, tensor) for name, tensor in weights.items() if name in packed or name in once}
 
 
 def fingerprint(weights: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and sums of weights."""
+    """Returns the SHA-256 of the names, dtypes, shapes and sums of weights."""
     lines = []
     for name, tensor in sorted(weights.items()):
         sums = ",".join(str(checksum(plain.detach())) for plain in plain_tensors(tensor))

@@ -1,9 +1,10 @@
-"""The checkpoints that a model is made of: a text-only causal language model, and a vision tower.
+"""Loads the bases of a model: the checkpoints of its text model and its vision tower.
 
-A model remembers their names, so that it can be saved without their weights (see `adapters.py`).
+A model remembers the names of its bases, so that it can be saved without their weights (see `adapters.py`).
 
-A vision-language model holds an ordinary decoder (`text_config`) beside its own modules for images. A retrofit uses
-its text half, the decoder and the head, and drops the other modules. The weights are shared with the larger model.
+The text model may also come out of a vision-language model, which holds an ordinary decoder (`text_config`) beside its
+own modules for images. A retrofit takes the decoder and the head, its text half, and drops the other modules. The text
+half shares its weights with the larger model.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from .gguf_files import gguf_config, gguf_file_of, gguf_path, is_gguf_path, load
 from .quantization import share_quantizer
 
 
-WHERE = ("revision", "subfolder", "gguf_file")  # of a base in its repository or folder
+WHERE = ("revision", "subfolder", "gguf_file")  # keyword arguments that say where in a repository or folder a base is
 
 
 def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
-    """Loads a causal language model, or the text half of a larger one. Arguments and errors as for [`retrofit`]."""
+    """Loads a text model, or the text half of a larger model. Arguments and errors are those of [`retrofit`]."""
     check_load_kwargs(load_text, load_kwargs, text)
     text, load_kwargs = split_gguf("text", text, load_kwargs)
     config = text_config_of(text, load_kwargs, reads_weights=False)
@@ -55,14 +56,15 @@ def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
 
 
 def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
-    """Loads the vision tower of a checkpoint. Arguments and errors as for [`retrofit`]."""
+    """Loads the vision tower of a checkpoint. Arguments and errors are those of [`retrofit`]."""
     check_load_kwargs(load_vision, load_kwargs, vision)
     if load_kwargs.get("gguf_file") is not None:
-        raise ValueError("`gguf_file` is for text models, not for vision models.")
+        raise ValueError("`gguf_file` is for text models, not for vision towers. Leave it out.")
     config = vision_config_of(vision, load_kwargs, reads_weights=False)
     tower_class: Any = own_class(config) or AutoModel
     tower, lost = _load("vision", tower_class, vision, load_kwargs, config)
-    # Checkpoints of a classifier have no pooler, and its output is not used. Zeros are equal at each load.
+    # Checkpoints of a classifier have no weights for the pooler. Its output is not used, so it gets zeros, which are
+    # the same at each load.
     pooler = [name for name in lost if "pooler" in name.split(".")]
     _check_whole("vision", vision, tower, [name for name in lost if name not in pooler])
     with torch.no_grad():
@@ -73,7 +75,7 @@ def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class BaseSource:
-    """The place of a base. `revision`, `subfolder` and `gguf_file` are those of `from_pretrained`."""
+    """Where the checkpoint of a base is. `revision`, `subfolder` and `gguf_file` are those of `from_pretrained`."""
 
     name: str  # a Hub id, or the absolute path of a folder
     revision: str | None = None
@@ -82,11 +84,11 @@ class BaseSource:
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> BaseSource:
-        """The base that a manifest names."""
+        """Reads the entries of [`record`] in a manifest."""
         return cls(record["name_or_path"], record["revision"], record["subfolder"], record.get("gguf_file"))
 
     def record(self) -> dict[str, Any]:
-        """Its entries in a manifest."""
+        """Returns the entries of this base in a manifest."""
         where = {"name_or_path": self.name, "revision": self.revision, "subfolder": self.subfolder}
         return where if self.gguf_file is None else {**where, "gguf_file": self.gguf_file}
 
@@ -108,25 +110,32 @@ class BaseSource:
 
     @property
     def folder(self) -> str:
-        """Where its files are, if it is on this machine."""
+        """The folder of its files, if the base is on this machine."""
         return os.path.join(self.name, self.subfolder or "")
 
     def __str__(self) -> str:
         return self.name if self.gguf_file is None else os.path.join(self.name, self.subfolder or "", self.gguf_file)
 
     def is_gone(self) -> bool:
-        """Whether it is a folder or a file on this machine that is no longer there. A Hub id with one slash is none."""
+        """Whether this is a folder or a file of this machine that no longer exists. A Hub id, which has at most one
+        slash, is never gone.
+        """
         is_path = os.path.isabs(self.name) or self.name.count("/") > 1 or os.path.isdir(self.name)
         return is_path and not (os.path.isdir(self.name) if self.gguf_file is None else os.path.isfile(str(self)))
 
     def resolved(self, **hub: Any) -> BaseSource:
-        """The same place, with the commit that the revision means now. A folder has no commits."""
+        """Returns the same base with the commit that its revision means now. A folder keeps its revision."""
         revision = resolve_revision(self.name, self.revision, **hub)
         return replace(self, revision=None if revision is None else getattr(revision, "resolved", str(revision)))
 
 
 def note_base(config: PreTrainedConfig, source: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> None:
-    """Writes into the configuration of a part which checkpoint, or loaded model around it, it came from."""
+    """Notes in the configuration of a part where it came from.
+
+    Args:
+        source: the name of the checkpoint, or the loaded model that the part is, or is taken from.
+        load_kwargs (`dict`): keyword arguments of `from_pretrained`.
+    """
     if isinstance(source, PreTrainedModel):
         name, where = source.config.name_or_path, {"gguf_file": gguf_file_of(source)}
         where |= {key: getattr(config, f"base_{key}", None) for key in ("revision", "subfolder")}
@@ -138,7 +147,7 @@ def note_base(config: PreTrainedConfig, source: str | Path | PreTrainedModel, lo
 
 
 def base_of(config: PreTrainedConfig) -> BaseSource | None:
-    """The checkpoint of a part. None for a part without one."""
+    """Returns the checkpoint that the configuration of a part names. None if it names none."""
     name = config.name_or_path
     if not name:
         return None
@@ -147,7 +156,7 @@ def base_of(config: PreTrainedConfig) -> BaseSource | None:
 
 
 def named_base(argument: str, named: Any) -> BaseSource | None:
-    """The base that the caller names, or None."""
+    """Returns the base that the caller names as `text_base` or `vision_base`. None if there is no name."""
     if named is None:
         return None
     name = os.fspath(named)
@@ -160,12 +169,13 @@ def named_base(argument: str, named: Any) -> BaseSource | None:
 def text_config_of(
     text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any], reads_weights: bool = True
 ) -> PreTrainedConfig:
-    """The configuration of the decoder in a checkpoint or a model. Errors are those of `retrofit`.
+    """Returns the configuration of the text model in a checkpoint or a loaded model. Errors are those of `retrofit`.
 
-    With `reads_weights` the weights will be read too, and must be safetensors.
+    Args:
+        reads_weights (`bool`, defaults to `True`): also check the weights, which the caller will read next.
     """
     if isinstance(text, PreTrainedModel):
-        check_kind(text)  # before a tower is loaded; the new model checks the layers
+        check_kind(text)  # so early, because a tower may be loaded next; the layers are checked in the new model
         return text.config
     if "gguf_file" in load_kwargs:
         config = gguf_config(gguf_path(text, load_kwargs))
@@ -193,13 +203,15 @@ def text_config_of(
 def vision_config_of(
     vision: str | Path | PreTrainedModel, load_kwargs: dict[str, Any], reads_weights: bool = True
 ) -> PreTrainedConfig:
-    """The configuration of the vision tower in a checkpoint or a model. Errors and arguments as [`text_config_of`]."""
+    """Returns the configuration of the vision tower in a checkpoint or a loaded model, as [`text_config_of`] does for
+    the text model.
+    """
     if isinstance(vision, PreTrainedModel):
         config = vision.config
         if getattr(config, "vision_config", None) is not None:
             raise ValueError(
                 f"Expected `vision` to be a vision model, got a {type(vision).__name__}, which is more than a vision "
-                "model. Pass its vision part, or its folder."
+                "model. Pass its vision part, or the folder of its checkpoint."
             )
         check_tower_class("vision", type(vision))
         check_comes_back("vision", vision)
@@ -215,7 +227,12 @@ def vision_config_of(
 
 
 def check_load_kwargs(caller: Callable[..., Any], load_kwargs: dict[str, Any], *sources: Any) -> None:
-    """Raises an error for a keyword that `from_pretrained` does not take, or that no checkpoint would use."""
+    """Checks keyword arguments of `from_pretrained`.
+
+    Raises:
+        TypeError: for a keyword that `from_pretrained` does not take.
+        ValueError: if there are keywords, but all `sources` are loaded models.
+    """
     refuse_unknown(caller, load_kwargs, LOAD_KEYWORDS)
     if load_kwargs and all(source is None or isinstance(source, PreTrainedModel) for source in sources):
         raise ValueError(
@@ -232,7 +249,11 @@ def _read_config(source: str | Path, load_kwargs: dict[str, Any]) -> PreTrainedC
 def _load(
     name: str, auto_class: Any, source: str | Path, load_kwargs: dict[str, Any], config: Any = None
 ) -> tuple[PreTrainedModel, set[str]]:
-    """Loads a base whose configuration fits its weights. Returns it, and the names of missing weights."""
+    """Loads a base, after a check that its configuration fits its weights.
+
+    Returns:
+        the model, and the names of the weights that its checkpoint lacks.
+    """
     checked = check_folder(source, load_kwargs)
     if checked is not None and checked.headers and not load_kwargs.get("trust_remote_code"):
         known = config or AutoConfig.from_pretrained(source, **given(CONFIG_KEYWORDS, load_kwargs))
@@ -245,25 +266,26 @@ def _load(
 
 
 def _check_whole(name: str, source: str | Path, model: PreTrainedModel, lost: list[str]) -> None:
-    """Raises a `ValueError` for a base that lacks weights. A quantizer checks its own."""
+    """Raises a `ValueError` for a base that lacks weights. For a quantized base, the quantizer has checked that."""
     if lost and getattr(model, "hf_quantizer", None) is None:
         raise ValueError(
-            f"{incomplete(f'`{name}` ({source})', lost, ())} If they may start anew, load the model with transformers, "
-            "and pass it in place of its name."
+            f"{incomplete(f'`{name}` ({source})', lost, ())} If random values will do for them, load the model with "
+            "transformers, and pass the model in place of its name."
         )
 
 
 def is_composite(config: PreTrainedConfig) -> bool:
-    """Whether a configuration describes a decoder among other parts."""
+    """Whether a configuration is that of a larger model, with a decoder among other parts."""
     if config.model_type == "xattn" or config.is_encoder_decoder:
         return False
     return config.get_text_config(decoder=True) is not config
 
 
 def text_half_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the decoder in a larger model.
+    """Returns the configuration of the decoder in a larger model.
 
-    Raises a `ValueError` if transformers has no causal language model for it.
+    Raises:
+        ValueError: if transformers has no causal language model for the decoder.
     """
     text_config = config.get_text_config(decoder=True)
     if type(text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -275,9 +297,10 @@ def text_half_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def composite_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that loads a checkpoint of a larger model, with its head.
+    """Returns the class that loads a checkpoint of a larger model with its head.
 
-    Raises a `ValueError` if transformers registers no such class.
+    Raises:
+        ValueError: if transformers registers no such class.
     """
     for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
@@ -290,7 +313,7 @@ def composite_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def text_half(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a causal language model of a larger model's decoder and head. Returns a causal language model unchanged.
+    """Makes a text model of the decoder and the head of a larger model. Returns a text model as it is.
 
     Raises:
         ValueError: if the larger model has no head, or no decoder of the class that its `text_config` names.

@@ -1,6 +1,7 @@
-"""What the folder of a checkpoint holds, and the checks of it before loading takes endless work or memory.
+"""Finds out what the folder of a checkpoint holds, and checks it before loading takes endless work or memory.
 
-A folder holds a whole model, only what was added to its bases (see `adapters.py`), or an adapter of PEFT.
+A folder holds one of three things: a whole model, what was added to the bases of a model (see `adapters.py`), or an
+adapter of PEFT.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from .saved_names import places_in_memory
 
 logger = logging.get_logger(__name__)
 
-MANIFEST = "cross_attention.json"  # of added weights
-WEIGHTS = "cross_attention"  # in place of the `model` of transformers' names
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
+MANIFEST = "cross_attention.json"  # in a folder of added weights
+WEIGHTS = "cross_attention"  # begins the names of files of added weights, where transformers' names begin with `model`
+# By the names that safetensors gives them.
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODES = {dtype: code for code, dtype in FLOATS.items()}
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-# The weights of a model may have this many times the elements of its files, and this many more: a new part starts with
-# random weights, and some buffers are not saved.
+# A model may have up to `TIMES` as many elements as its files hold, and `MORE` on top. It may have more than its files,
+# because a new part starts with random weights, and some buffers are not saved.
 TIMES, MORE = 4, 2**26
-# Packed weights: at least this many bits hold one.
-MAX_WEIGHTS_PER_BYTE = 8
+MAX_WEIGHTS_PER_BYTE = 8  # of quantized weights: a weight takes one bit or more
 
 
 class CheckedFolder(NamedTuple):
@@ -61,9 +62,13 @@ class CheckedFolder(NamedTuple):
 
 
 def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Checks the JSON files in a folder, and returns config.json; empty if there is none, or for a Hub id.
+    """Checks the JSON files in a folder.
 
-    Raises a `ValueError` for a file that is damaged or leads out of the folder, and for fields that no model has.
+    Returns:
+        the content of config.json. It is empty if there is no such file, and for a Hub id.
+
+    Raises:
+        ValueError: for a file that is damaged or leads out of the folder, and for values that no model has.
     """
     if not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
         return {}
@@ -79,9 +84,13 @@ def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any
 
 
 def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | None:
-    """As [`check_config_file`], and refuses a save that was cut off, and damaged weights.
+    """Checks a folder as [`check_config_file`] does, and also its weights.
 
-    None for a Hub id: [`check_stored`] checks its files when they are fetched.
+    Returns:
+        what was read, or None for a Hub id: [`check_stored`] checks its files when they are downloaded.
+
+    Raises:
+        ValueError: for a save that was cut off, and for damaged weights.
     """
     if not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
         return None
@@ -105,7 +114,9 @@ def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | No
 def check_size(
     model_class: Any, config: PreTrainedConfig, headers: dict[str, Stored], quantized: bool, what: str
 ) -> None:
-    """[`check_against_weights`] before a model is built. A model that cannot be built passes: loading it says why."""
+    """Calls [`check_against_weights`] before a model is built. A model that cannot be built passes this check, because
+    loading it gives a better error.
+    """
     build = getattr(model_class, "from_config", None) or model_class._from_config
     try:
         with torch.device("meta"), ValuesComeLater():
@@ -120,15 +131,15 @@ def check_against_weights(model: nn.Module, headers: dict[str, Stored], quantize
 
     Args:
         headers (`dict[str, Stored]`): the weights in the checkpoint.
-        quantized (`bool`): whether the checkpoint's weights are packed: their shapes say nothing then.
-        what (`str`): begins each message: the checkpoint.
+        quantized (`bool`): whether the weights in the checkpoint are packed, so that shapes do not tell their number.
+        what (`str`): names the checkpoint at the beginning of a message.
 
     Raises:
         ValueError: for a model that would be far larger than its weights. transformers reports other differences.
     """
     elements = sum(stored.numel for stored in headers.values())
     if quantized:
-        elements *= 8 * MAX_WEIGHTS_PER_BYTE  # a word of eight bytes
+        elements *= 8 * MAX_WEIGHTS_PER_BYTE  # an element may have eight bytes
     own: dict[int, int] = {id(tensor): tensor.numel() for tensor in (*model.parameters(), *model.buffers())}
     needed = sum(own.values())
     if needed > TIMES * elements + MORE:
@@ -141,8 +152,9 @@ def check_against_weights(model: nn.Module, headers: dict[str, Stored], quantize
 def check_stored(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any) -> dict[str, Stored]:
     """Checks a model without values against the weights that it is to get, and returns what their headers say.
 
-    Raises a `ValueError` for files that are damaged, weights of integers, and a model that is far larger than its
-    weights. transformers refuses weights of another shape.
+    Raises:
+        ValueError: for files that are damaged, for weights that are integers, and for a model that is far larger than
+            its weights. transformers itself refuses weights of another shape.
     """
     quantized = getattr(load_config, "hf_quantizer", None) is not None
     what = str(getattr(load_config, "pretrained_model_name_or_path", None) or "The checkpoint")
@@ -163,7 +175,7 @@ def check_stored(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_
 
 
 def warn_of_rounding(model: Any, headers: dict[str, Stored], what: str) -> None:
-    """Warns of weights that a loaded model holds in a dtype which lacks values of the stored dtype."""
+    """Warns if weights were rounded: if a loaded model holds them in a dtype that lacks values of the stored dtype."""
     own = {name: tensor.dtype for name, tensor in model.state_dict().items() if not is_quantized_weight(tensor)}
     places = places_in_memory(model, [name for name, stored in headers.items() if stored.dtype in FLOATS])
     pairs = {name: (FLOATS[headers[name].dtype], own[place]) for name, place in places.items() if place in own}
@@ -183,28 +195,29 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def refuse_other_files(checkpoint_files: Any) -> None:
-    """Raises a `ValueError` for weights that are no safetensors files, as transformers finds them on the Hub."""
+    """Raises a `ValueError` if transformers has found weights on the Hub that are no safetensors files."""
     for file in checkpoint_files or ():
         if not str(file).endswith(".safetensors"):
             raise ValueError(
-                f"Expected weights in safetensors files, got {file}. Pickled weights can run code, and are not read."
+                f"Expected weights in safetensors files, got {file}. Pickled weights can run code, and are not read. "
+                "Convert them to safetensors, or use another revision."
             )
 
 
 def weight_files_of(folder: Path) -> list[Path]:
-    """The files of added weights in a folder: one, or shards. A longer name is that of another file."""
+    """Returns the files of added weights in a folder: one file, or its shards."""
     return sorted(path for shards in ("", SHARDS) for path in folder.glob(f"{WEIGHTS}{shards}.safetensors"))
 
 
 def find_manifest(name: Any, load_kwargs: dict[str, Any]) -> Path | None:
-    """The manifest of added weights, or None."""
+    """Returns the path of the manifest of added weights, or None if there is none."""
     if not isinstance(name, (str, os.PathLike)) or load_kwargs.get("state_dict") is not None:
         return None
     return find_file(os.fspath(name), MANIFEST, given(FILE_KEYWORDS, load_kwargs))
 
 
 def find_file(name: str, file: str, hub: dict[str, Any]) -> Path | None:
-    """The path of a file in a folder or repository, downloaded if necessary. None if there is no such file."""
+    """Returns the path of a file in a folder or repository, and downloads it if necessary. None if it is not there."""
     quiet = {f"_raise_exceptions_for_{case}": False for case in ("gated_repo", "missing_entries", "connection_errors")}
     found = cached_file(name, file, **quiet, **hub)
     if found is None:
@@ -218,12 +231,12 @@ class PeftFolder(NamedTuple):
     """A checkpoint with an adapter of PEFT."""
 
     name: str  # its folder or Hub id
-    base: str  # folder or Hub id of the model below it; its own name if it holds both
-    hub: dict[str, Any]  # where the adapter's files are
+    base: str  # folder or Hub id of the model below it. This is `name` if one folder holds both
+    hub: dict[str, Any]  # keyword arguments that say where the files of the adapter are
     revision: str | None  # of the base
 
     def base_kwargs(self, load_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The caller's keywords for loading the base: its own revision, and no subfolder."""
+        """Returns the caller's keyword arguments for the base, with the base's own revision and without a subfolder."""
         if self.base == self.name:
             return load_kwargs
         apart = ("adapter_name", "adapter_kwargs", "revision", "subfolder")
@@ -232,12 +245,13 @@ class PeftFolder(NamedTuple):
 
 
 def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None:
-    """Reads the configuration of an adapter, or returns None."""
+    """Reads the configuration of an adapter. Returns None if the checkpoint is no adapter."""
     if not isinstance(checkpoint, (str, os.PathLike)) or not is_peft_available():
         return None
     hub = given(FILE_KEYWORDS, load_kwargs)
     of_adapter = dict(load_kwargs.get("adapter_kwargs") or {})
-    known = of_adapter.pop("_adapter_model_path", None)  # from an Auto class, which has replaced `checkpoint`
+    # An Auto class sets this name, and replaces `checkpoint` by the base.
+    known = of_adapter.pop("_adapter_model_path", None)
     name = os.fspath(checkpoint if known is None else known)
     if known is not None:
         hub.pop("subfolder", None)
@@ -251,7 +265,7 @@ def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None
         return PeftFolder(name, os.fspath(checkpoint), hub, own or load_kwargs.get("revision"))
     if Path(name, hub.get("subfolder", ""), "config.json").is_file():
         return PeftFolder(name, name, hub, None)
-    # A folder has no revisions, so the caller's is the base's.
+    # A folder has no revisions, so the caller's revision is meant for the base.
     asked = load_kwargs.get("revision") if os.path.isdir(name) else None
     return PeftFolder(name, os.fspath(fields["base_model_name_or_path"]), hub, asked or own)
 
@@ -259,8 +273,9 @@ def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None
 def check_adapter_folder(name: Any, hub: dict[str, Any]) -> None:
     """Checks an adapter before layers are added to a model. `hub` is as in [`PeftFolder`].
 
-    Raises a `ValueError` for a save that was cut off, a file that is not whole or leads out of the folder, a rank that
-    no weight has, and whole modules that the installed transformers would not load.
+    Raises:
+        ValueError: for a save that was cut off, for a file that is not whole or leads out of the folder, for a rank
+            that no weight has, and for `modules_to_save` that the installed transformers would not load.
     """
     if not isinstance(name, (str, os.PathLike)):
         return
@@ -288,9 +303,9 @@ def check_adapter_folder(name: Any, hub: dict[str, Any]) -> None:
 
 
 def check_adapter_target(target: Path, base: str | None) -> None:
-    """Raises a `ValueError` for a folder with a whole model, on which the saved adapter would be loaded.
+    """Raises a `ValueError` for a folder with a whole model, because an adapter in it would be loaded on that model.
 
-    `base` is the name of the model below the adapter: in its own folder, the adapter is loaded on it.
+    The folder of `base`, the model below the adapter, is allowed.
     """
     if base and os.path.isdir(base) and target.is_dir() and os.path.samefile(base, target):
         return
@@ -303,9 +318,9 @@ def check_adapter_target(target: Path, base: str | None) -> None:
 
 
 def check_target(target: Path, adapter_only: bool = True) -> None:
-    """Raises a `ValueError` for a folder with something that would be loaded in place of the save, or on top of it."""
+    """Raises a `ValueError` if a folder holds something that would be loaded in place of the save, or on top of it."""
     if target.is_file():
-        raise ValueError(f"Expected `save_directory` to be a folder, got {target}, a file.")
+        raise ValueError(f"Expected `save_directory` to be a folder, got {target}, a file. Choose another name.")
     if adapter_only and (whole := sorted(path.name for path in target.glob("model*.safetensors"))):
         raise ValueError(f"`adapter_only=True`: {target} holds a whole model ({whole[0]}). Choose another folder.")
     if (target / PEFT_CONFIG).is_file():

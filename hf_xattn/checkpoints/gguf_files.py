@@ -1,7 +1,7 @@
-"""GGUF files as sources of text models: one file holds configuration, weights, tokenizer and chat template.
+"""Loads text models from GGUF files. One such file holds configuration, weights, tokenizer and chat template.
 
-transformers reads such a file with `from_pretrained(folder, gguf_file=name)`. Here a path to the file is enough, and
-its weights are unpacked: the model is an ordinary one, so it trains, saves, and compares with others.
+transformers reads such a file with `from_pretrained(folder, gguf_file=name)`. Here the path of the file is enough. The
+weights are unpacked, so the result is an ordinary model, which trains, saves, and can be compared with others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .folders import check_size
 
 
 SUFFIX, MAGIC = ".gguf", b"GGUF"
-# Types of settings: those of numbers with their codes in `struct`.
+# The types of numbers in a file, with their codes in the module `struct`.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 MOST_VALUES = 2**21  # a vocabulary of 2^18 tokens, with scores, types and twice as many merges, takes half of it
@@ -34,7 +34,7 @@ MOST_STRING = 2**24  # bytes
 
 
 def is_gguf_path(source: Any) -> bool:
-    """Whether a source is a path that ends in `.gguf`. A folder is none."""
+    """Whether a source is a path that ends in `.gguf`, and no folder."""
     return (
         isinstance(source, (str, os.PathLike))
         and os.fspath(source).lower().endswith(SUFFIX)
@@ -46,8 +46,12 @@ def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any
     """Turns the path of a GGUF file into a folder and `gguf_file`, as transformers takes them.
 
     Args:
-        name (`str`): the argument that the source came in.
-        load_kwargs (`dict`): keyword arguments of `from_pretrained`. Not changed.
+        name (`str`): name of the argument that holds the source, for messages.
+        source: a path, a Hub id or a loaded model.
+        load_kwargs (`dict`): keyword arguments of `from_pretrained`. They are not changed.
+
+    Returns:
+        the folder or Hub id, and the keyword arguments, with `gguf_file` if the source is a GGUF file.
 
     Raises:
         ValueError: for a `gguf_file` beside a loaded model.
@@ -61,12 +65,14 @@ def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any
         load_kwargs.pop("subfolder", None)
         return folder, {**load_kwargs, "gguf_file": file}
     if isinstance(source, PreTrainedModel):
-        raise ValueError(f"`gguf_file` ({file}) names a file to load, but `{name}` is loaded already.")
+        raise ValueError(f"`gguf_file` ({file}) names a file to load, but `{name}` is loaded already. Leave it out.")
     return source, {**load_kwargs, "gguf_file": os.fspath(file)}
 
 
 def gguf_path(source: str | Path, load_kwargs: dict[str, Any]) -> Path:
-    """Finds the GGUF file of a source, and fetches it where it must be. `load_kwargs`: as [`split_gguf`] returns."""
+    """Returns the path of a GGUF file, which is downloaded if necessary. The arguments are what [`split_gguf`]
+    returns.
+    """
     if os.path.isdir(source):
         path = Path(source, load_kwargs.get("subfolder") or "", load_kwargs["gguf_file"])
     else:
@@ -75,28 +81,35 @@ def gguf_path(source: str | Path, load_kwargs: dict[str, Any]) -> Path:
 
 
 def gguf_config(path: Path) -> PreTrainedConfig:
-    """The configuration in a GGUF file. transformers takes seconds to read a vocabulary, so the last one is kept.
+    """Reads the configuration in a GGUF file.
 
-    Raises a `ValueError` for a file with a damaged head, or with more layers than tensors.
+    transformers takes seconds for this, because it also reads the vocabulary. So the last result is kept.
+
+    Raises:
+        ValueError: for a file with a damaged header, or with more layers than tensors.
     """
     head = _read_head(*_version_of(path))
     config = copy.deepcopy(_read_config(*_version_of(path)))
-    # Thousands of layers take minutes to build, even without values. If few are missing, loading names them.
+    # Without this check, a damaged file with thousands of layers would take minutes: a model is built before loading
+    # finds that weights are missing.
     check_layer_count({"num_layers": text_num_hidden_layers(config)}, len(head.tensors), str(path))
     return config
 
 
 def load_gguf(source: str | Path, config: PreTrainedConfig, load_kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Loads the causal language model in a GGUF file, with all of its weights. Arguments: [`split_gguf`].
+    """Loads the text model in a GGUF file. `source` and `load_kwargs` are what [`split_gguf`] returns.
 
-    Without a `quantization_config` its weights are unpacked. transformers alone leaves the model marked as quantized,
-    and such a model cannot be saved.
+    Without a `quantization_config` the weights are unpacked. transformers would mark such a model as quantized, and a
+    model with that mark cannot be saved. So the mark is removed.
+
+    Raises:
+        ValueError: for a file that lacks weights, or that holds something that transformers does not read.
     """
     from transformers import GgufConfig
 
     path = gguf_path(source, load_kwargs)
     head = _read_head(*_version_of(path))
-    # The whole path: of a file's name, transformers would take the file in the current folder.
+    # The whole path is passed, because transformers looks for a bare name in the current folder first.
     options = {**load_kwargs, "gguf_file": str(path), "config": config, "output_loading_info": True}
     if options.get("quantization_config") is None:
         options["quantization_config"] = GgufConfig(dequantize=True)
@@ -114,14 +127,16 @@ def load_gguf(source: str | Path, config: PreTrainedConfig, load_kwargs: dict[st
 
 
 def _check_all_read(path: Path, model: PreTrainedModel, head: GgufHead) -> None:
-    """Raises a `ValueError` for what transformers leaves out of a file: the model would compute something else."""
+    """Raises a `ValueError` if transformers leaves something in a file out, so that the model would compute something
+    else than the file says.
+    """
     rope = getattr(model.config, "rope_parameters", None) or {}
     if head.rope_scaling != "none" and rope.get("rope_type", "default") == "default":
         raise ValueError(
             f"{path} scales its rotary positions ({head.rope_scaling}), which transformers does not read from a GGUF "
             "file. Use the model's safetensors."
         )
-    # By their values: a class may join the biases of several tensors, and names differ.
+    # The numbers of values are compared, not the tensors: a class may join several biases in one tensor.
     biases = {name: stored.numel for name, stored in head.tensors.items() if name.endswith(".bias")}
     read = sum(tensor.numel() for name, tensor in model.state_dict().items() if name.endswith("bias"))
     if sum(biases.values()) > read:
@@ -133,13 +148,13 @@ def _check_all_read(path: Path, model: PreTrainedModel, head: GgufHead) -> None:
 
 
 def gguf_file_of(model: PreTrainedModel) -> str | None:
-    """Name of the GGUF file that a model was loaded from, as it was given; None for other models."""
+    """Returns the name of the GGUF file that a model was loaded from, as it was passed. None for other models."""
     quantization: Any = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     return getattr(model, "_gguf_file", None) or getattr(quantization, "gguf_file", None)
 
 
 def _version_of(path: Path) -> tuple[Path, int, int]:
-    """A file, its size and its time: what was read of it holds until they change."""
+    """Returns the path of a file, its size and its time, as a key for a cache of what was read from it."""
     facts = path.stat()
     return path.absolute(), facts.st_size, facts.st_mtime_ns
 
@@ -150,16 +165,17 @@ def _read_config(path: Path, size: int, time: int) -> PreTrainedConfig:
 
 
 class GgufHead(NamedTuple):
-    """What a file says of itself: its tensors by name, and how its rotary positions are scaled (`"none"`)."""
+    """The header of a file: its tensors by name, and the kind of scaling of its rotary positions (`"none"`)."""
 
     tensors: dict[str, Stored]
     rope_scaling: str
 
 
 class _Fields:
-    """Reads the head of a file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) before others believe it.
+    """Reads the header of a file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and checks its numbers.
 
-    To the library `gguf` and to transformers, an array may have 2^40 numbers, and a model 10^9 layers.
+    This happens before the library `gguf` and transformers read the file, because these would believe an array of 2^40
+    numbers, or a model of 10^9 layers.
     """
 
     def __init__(self, file: BinaryIO, size: int):
@@ -174,7 +190,7 @@ class _Fields:
         return struct.unpack(f"<{kind}", self.bytes(struct.calcsize(kind)))[0]
 
     def value(self, kind: int = TEXT) -> Any:
-        """A text or a number; of an array, its last value."""
+        """Reads a text or a number. Of an array, it returns the last value."""
         if kind != ARRAY:
             return self.bytes(self.number()).decode() if kind == TEXT else self.number(NUMBERS[kind])
         kind, count = self.number("I"), self.number()
@@ -186,10 +202,10 @@ class _Fields:
 
 @functools.lru_cache(maxsize=1)
 def _read_head(path: Path, size: int, time: int) -> GgufHead:
-    """Reads all of a file but the values of its tensors. Raises a `ValueError` for a damaged file.
+    """Reads a file without the values of its tensors. Raises a `ValueError` for a damaged file.
 
-    The tensors must follow each other without gaps, as llama.cpp wants it: a changed offset would give the weights of
-    one tensor to another.
+    As in llama.cpp, the tensors must follow each other without gaps. Otherwise a changed offset could give the weights
+    of one tensor to another.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -211,7 +227,7 @@ def _read_head(path: Path, size: int, time: int) -> GgufHead:
                 expected += -(-(math.prod(shape) // per_block * num_bytes) // alignment) * alignment
                 tensors[name] = Stored(path.name, tuple(reversed(shape)))
     except (ValueError, KeyError, struct.error) as error:
-        raise ValueError(f"{path} is no GGUF file, or cut off: {error}.") from error
+        raise ValueError(f"{path} is no GGUF file, or cut off: {error}. Download it again.") from error
     scaling = next((name for name in tensors if name.startswith(("rope_freqs", "rope_factors"))), "none")
     types = (value for name, value in settings.items() if name.endswith(".rope.scaling.type"))
     return GgufHead(tensors, next(types, scaling))

@@ -1,7 +1,7 @@
-"""The model card (`README.md`) of a saved model: what it is, how it loads, what was added, how it was trained.
+"""Writes the model card (`README.md`) of a saved model: what it is, how it loads, what was added, how it was trained.
 
-It holds only what is known: from the configuration, the cards of the checkpoints that went in, and the training run. It
-names a local checkpoint by its folder's name, without the path. A card that a person wrote or changed is kept.
+A card states only facts that are known from the configuration, from the cards of the bases, and from the training run.
+It names a local checkpoint by the name of its folder, without the path. A card that a person wrote or changed is kept.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 MARK = "<!-- Written by hf_xattn, and written anew by a later save. A card that was changed is kept. sha256: {} -->"
-# How the draft of `Trainer.create_model_card` begins.
+# The beginning of the draft that `Trainer.create_model_card` writes.
 DRAFT = "<!-- This model card has been generated automatically according to the information the Trainer had access to."
 LICENCE_KEYS = ("license", "license_name", "license_link")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# A model is asked as it was trained: in the form of its chat template.
+# The example in a card asks the model in its chat template, as it was trained.
 ASKING = """\
 question = [{"type": "image", "image": Image.open("picture.png")}, {"type": "text", "text": "..."}]
 chat = [{"role": "user", "content": question}]
@@ -72,15 +72,17 @@ def write_model_card(
     this function replaces if `trainer` is given.
 
     Args:
-        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): what was saved.
-        folder (`str`): where it was saved.
-        trainer (`Trainer`, *optional*): for the facts of the run and its losses.
-        training, results (`dict`, *optional*): further facts of the training, and what was measured, by name.
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that was saved.
+        folder (`str`): the folder that it was saved to.
+        trainer (`Trainer`, *optional*): the trainer of the run, for its arguments and losses.
+        training (`dict`, *optional*): further facts about the training, by name.
+        results (`dict`, *optional*): what was measured, by name.
         base (`list[str]`, *optional*): checkpoints that the model was made of, if its configuration does not name them.
-        questions (`list[str]`, *optional*): example questions for the card's `widget`, which `hf-xattn web` offers.
+        questions (`list[str]`, *optional*): example questions. They go into the `widget` of the card, from which
+            `hf-xattn web` takes them.
 
     Returns:
-        `bool`: whether the card was written. False if a person wrote or changed the one that is there.
+        `bool`: whether the card was written. It is False if a person wrote or changed the card in the folder.
 
     Example:
 
@@ -120,7 +122,10 @@ def _digest(text: str) -> str:
 
 
 def example_questions(name: str | None) -> list[str]:
-    """The questions (`widget`) in the card of a folder, or of a downloaded Hub id: 16, of 500 characters, at most."""
+    """Returns the questions (`widget`) in the card of a folder, or of a Hub id that was downloaded.
+
+    At most 16 questions of at most 500 characters are returned.
+    """
     given = _card_data(name).get("widget")
     texts = [each.get("text") for each in given if isinstance(each, dict)] if isinstance(given, list) else []
     return [text for text in texts if isinstance(text, str) and 0 < len(text) <= 500][:16]
@@ -128,7 +133,7 @@ def example_questions(name: str | None) -> list[str]:
 
 def _card(config: XAttnConfig, model: Any, training: Any, results: Any, base: Any, questions: Any) -> str:
     text, vision = config.text_config, config.vision_config
-    earlier = _card_data(config.name_or_path)  # of the folder that the model was loaded from
+    earlier = _card_data(config.name_or_path)  # the card of the folder that the model was loaded from
     sources = base or [part.name_or_path for part in (text, vision) if part is not None and part.name_or_path]
     known = earlier.get("base_model", [])
     data = ModelCardData(
@@ -184,21 +189,23 @@ def _loading(config: XAttnConfig) -> str:
 
 
 def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
-    """[`describe`] of a copy without weights: the model may be sharded or quantized."""
+    """Calls [`describe`] for a copy without weights, because the model itself may be sharded or quantized."""
     skeleton = skeleton_of(model)
     if skeleton is not None:
-        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # of a part that needs values to run
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # a part may need values to run
             return {name.removesuffix(", frozen"): value for name, value in describe(skeleton).items()}
     return {"blocks in front of layers": ", ".join(map(str, config.cross_attention_layers))}
 
 
 def training_facts(trainer: Trainer) -> dict[str, Any]:
-    """The facts of a run. transformers' `TrainingSummary` has those of its arguments, which the caller's own optimizer
-    does not use, and the last evaluation, also where the weights are those of an earlier one.
+    """Returns the facts of a run.
+
+    transformers' `TrainingSummary` is not enough. It names the optimizer of the arguments, although the caller may have
+    passed another one, and the last evaluation, although the best checkpoint may have been loaded at the end.
     """
     args, state = trainer.args, trainer.state
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's
+    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate wraps it
     groups = [group for group in getattr(optimizer, "param_groups", None) or [] if group["params"]]
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     stepped = sum(weight.numel() for group in groups for weight in group["params"])
@@ -208,7 +215,7 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
     of_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
     schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     facts = {
-        # What was trained may be merged, or frozen again.
+        # Weights that were trained may be merged or frozen by now, so those in the optimizer count too.
         "parameters trained": f"{max(trained, stepped):,} of {_num_parameters(model):,}",
         "optimizer steps": f"{best}{state.global_step:,}",
         "epochs": None if state.epoch is None else f"{state.epoch:.4g}",
@@ -222,14 +229,14 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def _has_best(trainer: Trainer) -> bool:
-    """Whether the run has ended with the weights of its best checkpoint."""
+    """Whether the run has loaded the weights of its best checkpoint at its end."""
     best = trainer.state.best_model_checkpoint is not None and trainer.state.best_global_step is not None
     return bool(trainer.args.load_best_model_at_end) and best
 
 
 def _losses(trainer: Trainer) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    before = getattr(trainer, "_initial_global_step", 0)  # of the checkpoint that the run was resumed from
+    before = getattr(trainer, "_initial_global_step", 0)  # the step at which the run was resumed
     steps = f"the steps {before + 1} to {trainer.state.global_step}" if before else "all steps"
     for entry in trainer.state.log_history:
         for key, name in (("train_loss", f"training loss, mean of {steps}"), ("eval_loss", "evaluation loss")):
@@ -247,12 +254,12 @@ def _is_on_hub(name: str) -> bool:
 
 
 def _shown(name: str) -> str:
-    """A Hub id as it is, or the last part of a path."""
+    """Returns a Hub id as it is, and the last part of a path."""
     return name if _is_on_hub(name) else os.path.basename(os.path.normpath(name.replace("\\", "/")))
 
 
 def _card_data(name: str | None) -> dict[str, Any]:
-    """The data in a checkpoint's card. Empty if there is no card on this machine, or a damaged one."""
+    """Returns the data of a checkpoint's card. They are empty if the card is damaged or not on this machine."""
     file: Any = Path(name or "", CARD)
     if name and not Path(name).is_dir() and _is_on_hub(name):
         file = try_to_load_from_cache(name, CARD)
@@ -260,12 +267,12 @@ def _card_data(name: str | None) -> dict[str, Any]:
         return {}
     try:
         return metadata_load(file) or {}
-    except Exception:  # whatever a stranger wrote
+    except Exception:  # the card may come from a stranger and raise anything
         return {}
 
 
 def _common_licence(sources: list[str]) -> dict[str, Any]:
-    """The licence of all checkpoints. Empty if the licences differ, or one is not known."""
+    """Returns the licence of the checkpoints, or nothing if the licences differ or one is not known."""
     licences = [{key: head[key] for key in LICENCE_KEYS if key in head} for head in map(_card_data, sources)]
     first = licences[0] if licences else {}
     return first if "license" in first and all(each == first for each in licences) else {}
@@ -277,7 +284,7 @@ def _table(rows: dict[str, Any]) -> str:
 
 
 def tokens_per_image(model: Any) -> int | None:
-    """The number of tokens that the vision tower makes of one image, a blank one. None without a tower."""
+    """Returns the number of image tokens of a blank image. None for a model without a vision tower."""
     vision, tower = model.config.vision_config, model.base_model.vision_tower
     if vision is None or tower is None:
         return None
@@ -287,14 +294,14 @@ def tokens_per_image(model: Any) -> int | None:
 
 
 def key_value_bytes_per_token(config: CrossAttentionConfig, num_blocks: int, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one image token in all blocks."""
+    """Returns the bytes of the keys and values of one image token in all blocks."""
     return 2 * num_blocks * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
 
 def flops_per_text_token(config: CrossAttentionConfig, num_blocks: int, num_image_tokens: int) -> int:
-    """Floating point operations that the blocks add to one text token, a multiply-add counted as 2.
+    """Returns the floating point operations that the blocks add to one text token. A multiply-add counts as 2.
 
-    The K/V projections are not counted: they run once for each image.
+    The projections of keys and values are not counted, because they run once for each image.
     """
     query_size = config.num_attention_heads * config.head_dim
     projections = 2 * 2 * config.hidden_size * query_size
@@ -305,7 +312,7 @@ def flops_per_text_token(config: CrossAttentionConfig, num_blocks: int, num_imag
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """The figures of a model by name, ready to print."""
+    """Returns the figures of a model, by name, as texts to print."""
     config, block = model.config, model.config.cross_attention_config
     layers, tower = config.cross_attention_layers, config.vision_config
     added = sum(map(_num_parameters, model.blocks))
@@ -338,7 +345,7 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def is_fresh(model: Any) -> bool:
-    """Whether the blocks are as initialised, so that they add nothing. False if their weights cannot be read."""
+    """Whether the blocks are as they were initialised and add nothing. False if their weights cannot be read."""
     config = model.config.cross_attention_config
     if not config.starts_at_identity:
         return False
@@ -349,15 +356,15 @@ def is_fresh(model: Any) -> bool:
     else:
         gates = [gate for block in model.blocks for gate in (block.attn_gate, block.mlp_gate)]
         if not all(isinstance(gate, nn.Parameter) or gate is None for gate in gates):
-            return False  # of the caller's own: which of its weights make it zero is not known
+            return False  # a block of a user's own class, of which it is not known which weights make it zero
         weights = [gate for gate in gates if isinstance(gate, nn.Parameter)]
-    # Sharded weights would have to be gathered by all processes, and an adapter beside a projection adds to its zeros.
+    # Sharded weights cannot be read by one process alone. A projection of zeros with an adapter adds something.
     whole = all(type(weight) is nn.Parameter and not weight.is_meta and weight.numel() for weight in weights)
     return whole and all(type(module) is nn.Linear for module in last) and not any(bool(each.any()) for each in weights)
 
 
 def blindness(model: Any) -> str | None:
-    """Why a model sees nothing yet: it has no vision tower, or its blocks are fresh. None if it may see."""
+    """Returns why a model sees nothing: it has no vision tower, or its blocks are untrained. None if it may see."""
     fresh = is_fresh(model)
     if model.config.vision_config is None:
         untrained = " They are untrained and see nothing yet." if fresh else ""
@@ -371,5 +378,5 @@ def _num_parameters(module: nn.Module | None) -> int:
 
 
 def block_dtype(model: Any) -> torch.dtype:
-    """The dtype of the keys and values."""
+    """Returns the dtype of the keys and values."""
     return model.blocks[0].attn.k_proj.weight.dtype

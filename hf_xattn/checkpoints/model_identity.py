@@ -1,10 +1,12 @@
-"""Identifies the model and the weights that encoded images: for any other, their keys and values are noise.
+"""Identifies the model and the weights that encoded images, because no other model can use their keys and values.
 
-The identity is a hash of the configuration and of the weights between the pixels and the keys and values, without those
-of the text decoder. Reading them takes about 0.2 s for a tower of 400 MB on two CPU cores. So the sum of each weight is
-cached while its storage, its version counter and a few sample values stay the same: an optimizer step, a loaded
-checkpoint or a conversion changes at least one of them. Not noticed are hooks on modules, and writes through `.data` or
-a NumPy view that leave the sample values as they are.
+The identity is a hash of the configuration and of all weights that an image passes on its way from pixels to keys and
+values. The weights of the text model are not among them. To read the weights takes about 0.2 s for a tower of 400 MB on
+two CPU cores. So the sum of each weight is cached as long as its storage, its version counter and a few sample values
+stay the same. An optimizer step, a loaded checkpoint or a conversion changes at least one of these.
+
+Two changes are not noticed: hooks on modules, and writes through `.data` or a NumPy view that leave the sample values
+as they are.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from .own_parts import adapter_layers
 SAMPLES = 4  # number of sample values of each weight
 CHUNK = 1 << 20  # number of words that are summed at once
 
-# Every field of the configurations counts, unless it stands in a list of harmless ones. Fields that are in the first
-# files of encoded images are always written. Each other field is written if it differs from its default, which is what
-# files without the field were made with: so they stay valid.
+# Every field of the configurations belongs to the identity, unless it stands in a list of harmless fields. The fields
+# of the first files of encoded images are always part of it. Any other field is part of it only if it differs from its
+# default. So the identity of a file stays the same when a new field is added, and the file stays valid.
 BLOCK_FIELDS = ("num_key_value_heads", "head_dim", "qk_norm", "norm_eps", "quiet_softmax")
 MODEL_FIELDS = ("connector_type", "connector_hidden_act", "vision_feature_select_strategy")
 PERCEIVER_FIELDS = (
     "hidden_size intermediate_size num_latents num_hidden_layers num_attention_heads head_dim hidden_act qk_norm "
     "norm_eps"
 ).split()
-# Fields that change no image, and fields that the names and shapes of weights tell, which count too.
+# Harmless fields: they change no image, or the names and shapes of the weights, which count too, show them.
 HARMLESS_OF_BLOCK = (
     "hidden_size num_attention_heads context_size intermediate_size hidden_act mlp_type norm_type attention_bias "
     "mlp_bias attention_dropout gate gate_options gate_granularity gate_init zero_init position_bias "
@@ -48,10 +50,10 @@ HARMLESS_OF_MODEL = (
     "text_config cross_attention_layers image_token_id image_visibility additional_vocab_size additional_vocab_in_head "
     "additional_vocab_scaled connector_bias source_config vision_hidden_size"
 ).split()
-# Fields that have a form of their own in an identity.
+# Fields that `_facts` writes by itself.
 WRITTEN_OF_BLOCK = ("qk_norm_eps", "position", "position_options", "context_norm")
 PARTS = ("vision_config", "perceiver_config", "cross_attention_config")
-# Of a vision tower alone: what is done with its features.
+# Fields about what is done with the features of a tower, which do not count for the tower alone.
 BEHIND_TOWER = (*MODEL_FIELDS, "connector_options")
 # Fields that change no image: where a part came from, and how it is loaded and written.
 DROPPED = (
@@ -60,18 +62,21 @@ DROPPED = (
 
 
 class XAttnIdentityMixin:
-    """The identity of [`XAttnModel`]."""
+    """The method of [`XAttnModel`] that returns its identity."""
 
     _identity: ModelIdentity | None = None
 
     def image_identity(self: Any) -> str:
-        """Identity of configuration and weights that encode images, see `checkpoints/model_identity.py`."""
+        """Returns a hash of the configuration and the weights that encode images.
+
+        Two models with the same identity make the same keys and values of an image.
+        """
         if self._identity is None:
             self._identity = ModelIdentity(self.config)
         return self._identity.current(self._image_parts())
 
     def _image_parts(self: Any) -> dict[str, nn.Module]:
-        """The modules that images pass on their way to keys and values, by name."""
+        """Returns the modules that images pass on their way to keys and values, by name."""
         parts: dict[str, nn.Module] = {}
         for block in self.blocks:
             parts.update((f"blocks.{block.layer_idx}.{name}", part) for name, part in block.attn.image_parts())
@@ -88,7 +93,7 @@ class ModelIdentity:
         self._sums: dict[str, tuple[Any, int]] = {}
 
     def current(self, parts: dict[str, nn.Module]) -> str:
-        """SHA-256 of configuration and weights. `parts`: the modules from pixels to keys and values."""
+        """Returns the SHA-256 of configuration and weights. `parts` are the modules from pixels to keys and values."""
         tensors = list(_tensors(parts))
         samples = _samples([tensor for _, tensor, _ in tensors])
         sums = []
@@ -128,7 +133,7 @@ class ModelIdentity:
 
 
 def tower_identity(config: XAttnConfig, tower: nn.Module) -> str:
-    """SHA-256 of configuration and weights of a vision tower, and of its layers that are read."""
+    """Returns the SHA-256 of the configuration and the weights of a vision tower, and of which layers are read."""
     assert config.vision_config is not None
     parts = {"vision_tower": tower}
     facts: dict[str, Any] = {
@@ -140,13 +145,13 @@ def tower_identity(config: XAttnConfig, tower: nn.Module) -> str:
 
 
 def _others(config: PreTrainedConfig, known: Collection[str]) -> dict[str, Any]:
-    """The fields of a configuration that are not `known`, and do not have their defaults."""
+    """Returns the fields of a configuration that are not `known` and differ from their defaults."""
     fields = {name: default for name, default in own_fields(type(config)).items() if name not in known}
     return {name: value for name, default in fields.items() if (value := getattr(config, name)) != default}
 
 
 def _adapters_of(parts: dict[str, nn.Module]) -> dict[str, list[Any]]:
-    """Which adapters are active in which layers."""
+    """Returns the active adapters of each layer that has some."""
     return {
         f"{name}.{inner}": [
             str(module.active_adapters),
@@ -159,7 +164,7 @@ def _adapters_of(parts: dict[str, nn.Module]) -> dict[str, list[Any]]:
 
 
 def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Name and values of each weight, and whether accelerate has offloaded it."""
+    """Yields the name and the values of each weight, and whether accelerate has offloaded it."""
     for name, part in sorted(parts.items()):
         for inner, tensor in sorted(part.state_dict(keep_vars=True).items()):
             if not isinstance(tensor, torch.Tensor):
@@ -176,12 +181,12 @@ def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, b
 
 
 def _shape_of(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration without its origin, its dtype and its attention kernel."""
+    """Returns a configuration without its origin, its dtype and its attention kernel."""
     return {name: value for name, value in config.items() if name not in DROPPED and not name.startswith("_attn")}
 
 
 def _samples(tensors: list[torch.Tensor]) -> list[tuple[float, ...]]:
-    """A few values of each tensor, with one copy to the host for each device and dtype."""
+    """Returns a few values of each tensor. They are copied to the host in one piece for each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.numel() and tensor.is_contiguous() and not tensor.is_meta:
@@ -200,7 +205,7 @@ def _few(flat: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """The sum of the words of a tensor modulo 2^64, mixed as those of images (see `cache/digests.py`)."""
+    """Returns the sum of the words of a tensor modulo 2^64, each word with a weight (see `cache/digests.py`)."""
     words = words_of(tensor.contiguous().view(-1))
     weights = word_weights(min(CHUNK, words.shape[0]), words.device)
     total = 0

@@ -1,8 +1,8 @@
-"""Refuses to save parts for which a saved folder has no names: a user's own, and layers of adapters (PEFT).
+"""Refuses to save a model that would load as another one.
 
-It would load with the parts of this package or of transformers, and answer otherwise. So would a part that was built
-with other settings than the configuration has by now. The layers of an adapter rename the weights below them, so what
-is saved with them loads into no other model.
+Loading builds all parts from the configuration. Three kinds of parts would come back different: a part of a class of
+the user's own, for which the configuration has no name; a part that was built with other settings than the
+configuration has now; and a part with layers of an adapter (PEFT), which rename the weights below them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from ..utils.parts import ValuesComeLater
 
 logger = logging.get_logger(__name__)
 
-# What a block keeps of its configuration, and does not read there again.
+# Attributes that a module copies from the configuration when it is built, and does not read there again.
 SETTINGS = ("attention_dropout", "quiet_softmax", "head_dim", "eps")
-# Fields of a configuration that are no settings of what a part computes. Fields that begin with `_` or `base_`, and the
-# ids of single tokens, are none either.
+# Fields of a configuration that do not change what a part computes. Fields that begin with `_` or `base_`, and the ids
+# of single tokens, do not change it either.
 NOTES = frozenset(
     "name_or_path architectures dtype torch_dtype transformers_version quantization_config use_cache auto_map "
     "return_dict output_attentions output_hidden_states gradient_checkpointing id2label label2id".split()
 )
-# FSDP and activation checkpointing wrap modules, and leave the names of weights as they are. `torch.compile` does not.
+# FSDP and activation checkpointing wrap modules with these names, but keep the names of weights. `torch.compile`
+# changes them.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 COMPILED = "_orig_mod"
 SAVE_OR_MERGE = (
@@ -43,7 +44,7 @@ SAVE_OR_MERGE = (
 
 
 def refuse_own_parts(model: Any) -> None:
-    """Raises a `ValueError` for a part that was compiled, or that loading would build otherwise."""
+    """Raises a `ValueError` for a part that was compiled, or that loading would build in another way."""
     body = model.base_model
     if any(adapter_layers(body)):
         return  # other checks refuse these
@@ -59,20 +60,20 @@ def refuse_own_parts(model: Any) -> None:
         raise ValueError(
             f"`save_pretrained` cannot save a part of your own: {wrong}. A folder names no such parts, so it would "
             "load with the expected one. Save the weights of this part by themselves (`torch.save(part.state_dict(), "
-            "file)`), and the model with the expected part in its place. Connectors, gates and codes of positions of "
-            "your own may have names: see `register_connector`, `register_gate` and `register_position`. Or make the "
-            "part in `__init__` of a subclass of the model, which then loads what it saves."
+            "file)`), and the model with the expected part in its place. Connectors, gates and position encodings of "
+            "your own can be given names: see `register_connector`, `register_gate` and `register_position`. Or create "
+            "the part in `__init__` of a subclass of the model, which then loads what it saves."
         )
     wrong = next(chain(_wrong_settings(body), () if new is None else _wrong_values(model, new)), None)
     if wrong is not None:
         raise ValueError(
             f"`save_pretrained` cannot save {wrong}. A part is built once: a later change of the configuration does "
-            "not reach it, and the folder would load as another model. Give both the same value."
+            "not reach it, and the folder would load as another model. Set the same value in both."
         )
 
 
 def warn_before_training(model: Any) -> None:
-    """Warns of what saving will refuse or leave out. It looks at a model once, and again with other adapters (PEFT)."""
+    """Warns of what saving will refuse or leave out. Each model is checked once, and again if its adapters change."""
     body = model.base_model
     configs = (vars(each).get("peft_config") for each in (model, body))
     adapters, of_body = (sorted(each) if isinstance(each, dict) else [] for each in configs)
@@ -89,25 +90,25 @@ def warn_before_training(model: Any) -> None:
 
 
 def skeleton_of(model: Any) -> Any:
-    """The model as loading would build it, without weights. None where the code of a custom part may not run."""
+    """Builds the model as loading would, without weights. Returns None if this needs code that may not run here."""
     try:
         with torch.device("meta"), ValuesComeLater():
             new = _class_of(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)  # type: ignore[attr-defined]
-            return new.eval()  # in training, a batch norm refuses the one image of the card
+            return new.eval()  # the card runs it on one image, which batch norm refuses in training mode
     except (RuntimeError, TypeError, ValueError) as error:
         logger.info(f"The model cannot be built anew: {error}")
         return None
 
 
 def _class_of(module: nn.Module | None) -> type:
-    """The class of a module, without what FSDP2 derives from it and what wraps it."""
+    """Returns the class of a module before FSDP2 derived another class from it, and inside any wrapper."""
     while module is not None and (inner := next(filter(module._modules.get, WRAPPERS), None)) is not None:
         module = module._modules[inner]
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
 
 
 def _compared(model: Any) -> dict[str, nn.Module]:
-    """The parts of a model, and all modules of connector and blocks, by their paths without wrappers."""
+    """Returns the parts of a model, and all modules of connector and blocks, by their paths without wrappers."""
     paths = ((path.split("."), part) for path, part in model.base_model.named_modules(remove_duplicate=False))
     parts = (([name for name in path if name not in WRAPPERS], part) for path, part in paths)
     return {
@@ -118,14 +119,15 @@ def _compared(model: Any) -> dict[str, nn.Module]:
 
 
 def _wrong_parts(model: Any, new: Any) -> Iterator[str]:
-    """Parts and modules whose class is another one than that of new ones."""
+    """Yields a message for each part or module of `model` whose class differs from that in `new`."""
     found, expected = _compared(model), _compared(new)
     for path in sorted(found.keys() | expected.keys()):
         kind, right = (_class_of(each.get(path)) for each in (found, expected))
         if kind is right or kind.__module__.startswith("peft."):
             continue
         if path in ("text_model", "vision_tower") and issubclass(kind, PreTrainedModel):
-            # Such as a tower with a projection, which loads without it; custom code is saved beside the weights.
+            # These are allowed: another class of the same model type, such as a tower with a projection, which loads
+            # without the projection; and a class of custom code, which is saved beside the weights.
             of_same_type = kind.__module__.startswith("transformers.") and kind.config_class is getattr(
                 right, "config_class", None
             )
@@ -135,7 +137,9 @@ def _wrong_parts(model: Any, new: Any) -> Iterator[str]:
 
 
 def _wrong_values(model: Any, new: Any) -> Iterator[str]:
-    """What modules of connector and blocks keep of their configuration, where new ones keep something else."""
+    """Yields a message for each setting or shape that modules of connector and blocks were built with, if `new`, which
+    is built from the configuration, has another one.
+    """
     found, expected, body = _compared(model), _compared(new), model.base_model
     cut = is_sharded_by_transformers(model) or any("_fsdp_wrapped_module" in path for path, _ in body.named_modules())
     for path, module in found.items():
@@ -160,7 +164,7 @@ def _shape_of(weight: torch.Tensor | None) -> str:
 
 
 def _wrong_settings(body: Any) -> Iterator[str]:
-    """Settings with which text model or tower was built, and which the configuration has otherwise."""
+    """Yields a message for each setting of the text model or the tower that differs from the configuration."""
     for name, kept in (("text_model", "text_config"), ("vision_tower", "vision_config")):
         built, saved = getattr(getattr(body, name), "config", None), getattr(body.config, kept)
         if built is not None and saved is not None and built is not saved:
@@ -170,7 +174,7 @@ def _wrong_settings(body: Any) -> Iterator[str]:
 
 
 def differing_settings(one: PreTrainedConfig, other: PreTrainedConfig) -> list[str]:
-    """Names of the settings of a part that differ, but for those that say where it is from or how it runs."""
+    """Returns the names of settings that differ, without those that say where a part came from or how it runs."""
     mine, others = (json.loads(json.dumps(config.to_dict(), default=str)) for config in (one, other))
     names = {*mine, *others}.difference(NOTES)
     names = {name for name in names if not name.startswith(("_", "base_")) and not name.endswith("_token_id")}
@@ -186,16 +190,18 @@ def refuse_adapter_layers(module: nn.Module, what: str, remedy: str) -> None:
 
 
 def adapter_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers with an adapter, or of `modules_to_save`, in a module, by name."""
+    """Yields the layers of a module that have an adapter or are in `modules_to_save`, with their names."""
     for name, part in module.named_modules():
-        if isinstance(getattr(part, "_disable_adapters", None), bool):  # which both have, and no `PreTrainedModel`
+        if isinstance(
+            getattr(part, "_disable_adapters", None), bool
+        ):  # PEFT's layers have it, a `PreTrainedModel` has not
             yield name, part
 
 
 def warn_of_weights_left_out(model: Any) -> None:
-    """Warns once of weights that train beside an adapter of `add_adapter`, which is saved without them."""
+    """Warns once of weights that train beside an adapter of `add_adapter`, which is saved without these weights."""
     configs = vars(model).get("peft_config")
-    if not configs:  # marked as a model with an adapter, without one
+    if not configs:  # the model is marked as one with an adapter, but has none
         return
     saved = {
         id(weight)
@@ -218,9 +224,9 @@ def warn_of_weights_left_out(model: Any) -> None:
 
 
 def warn_of_tower(model: Any) -> None:
-    """Warns once of an adapter whose short names, such as `"q_proj"`, mean layers of the vision tower, too.
+    """Warns once of an adapter whose short names, such as `"q_proj"`, also fit layers of the vision tower.
 
-    PEFT calls nothing of a model when it adds layers. So this is called where training begins.
+    It is called when training begins, because PEFT calls no method of the model when it adds layers.
     """
     configs = vars(model).get("peft_config")
     body = model.base_model

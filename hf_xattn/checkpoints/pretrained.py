@@ -1,4 +1,8 @@
-"""What both models share with transformers' loading, initialisation and dispatching."""
+"""The base class of both models: loading, initialisation, training mode and parallel plans.
+
+It differs from a plain `PreTrainedModel` because a model is put together from parts that have classes, rules and
+checkpoints of their own.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +49,16 @@ from .saved_names import named_as_in_memory
 from .saving import XAttnSavingMixin
 
 
-# Weights of blocks that stay in float32, with the block's place: a decoder may have an `attn_norm` of its own, which
-# keeps its dtype.
+# Patterns of the weights of blocks that stay in float32. They name the block, because a decoder may have an `attn_norm`
+# of its own, which keeps its dtype.
 PRECISE = tuple(GatedCrossAttentionBlock._keep_in_fp32_modules_strict)
 PRECISE_WEIGHT = re.compile(rf"\.((?:{'|'.join(BLOCKS)})(?:\.\d+)?\.(?:{'|'.join(map(re.escape, PRECISE))}))(?:\.|$)")
 
-MODELS = ("XAttnModel", "XAttnForConditionalGeneration")  # each opens what the other has saved
+MODELS = ("XAttnModel", "XAttnForConditionalGeneration")  # each of them loads what the other has saved
 
 
 class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XAttnSavingMixin, PreTrainedModel):
-    """What both models share with transformers' loading, saving and dispatching."""
+    """Base class of [`XAttnModel`] and [`XAttnForConditionalGeneration`]."""
 
     config_class = XAttnConfig
     config: XAttnConfig
@@ -67,21 +71,22 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _input_hooks: tuple[RemovableHandle, ...] = ()
-    _stored: dict[str, Stored] | None = None  # while a model is loaded: what the headers of its files say
+    _stored: dict[str, Stored] | None = None  # the headers of its files, only while a model is loaded
     _skip_keys_device_placement = ["past_key_values", "cache"]
     _keep_in_fp32_modules_strict: Any = [f"{block}.{name}" for block in BLOCKS for name in PRECISE]
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return True  # the decoder decides, where it has experts
+        return True  # the decoder itself decides, if it has experts
 
     @torch.no_grad()
     @init.guard_torch_init_functions()
     def initialize_weights(self) -> None:
-        """`PreTrainedModel.initialize_weights`, each part by the rule for its own code.
+        """Initialises weights as `PreTrainedModel.initialize_weights` does, each part by the rule of its own class.
 
-        transformers spares modules of custom code where no weight is missing, and takes all of this model for custom
-        code. But decoders of transformers need the call: Falcon-H1 fills buffers in modules without weights.
+        transformers leaves modules of custom code alone if no weight is missing, and it takes this whole model for
+        custom code. But some decoders of transformers need the call: Falcon-H1 fills buffers in modules without
+        weights.
         """
         _initialize(self, self)
 
@@ -89,9 +94,13 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     def taking_over(
         self, text_model: PreTrainedModel, was_given: bool, vision_tower: PreTrainedModel | None
     ) -> Iterator[None]:
-        """Inside, an [`XAttnModel`] is put together: its parts keep their weights, and what changes is noted.
+        """Context in which an [`XAttnModel`] is put together from loaded parts.
 
-        After an error nothing is changed. `was_given`: whether the text model existed before.
+        The parts keep their weights, and what changes in the text model is noted for `remove_blocks`. After an error,
+        the text model is as before.
+
+        Args:
+            was_given (`bool`): whether the text model existed before, and was not built for this model.
         """
         if vision_tower is not None:
             check_tower_class("vision_tower", type(vision_tower))
@@ -108,11 +117,12 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                 in_head, scaled = config.additional_vocab_in_head, config.additional_vocab_scaled
                 extend_vocabulary(text_model, config.additional_vocab_size, in_head, scaled)
             yield
-            leave_out_added(text_model)  # after `post_init`, which would take over what the text model leaves out
+            # After `post_init`, which would copy the list of tensors that the text model leaves out of its files.
+            leave_out_added(text_model)
             self._inserted = insertion.name
 
     def post_init(self) -> None:
-        """`PreTrainedModel.post_init`, and a list of what stays in float32 that names what the blocks have."""
+        """Calls `PreTrainedModel.post_init`, with a list of weights that stay in float32 which fits the blocks."""
         text_model, body = self._modules.get("text_model"), self._modules.get("model")
         if isinstance(text_model, PreTrainedModel):
             adopt_quantizer(self, text_model)
@@ -124,9 +134,9 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         self._keep_in_fp32_modules_strict = others | {match[1] for match in found if match is not None}
 
     def train(self, mode: bool = True) -> Any:
-        """`nn.Module.train`, but frozen modules stay in evaluation mode (see `learning/frozen.py`).
+        """As `nn.Module.train`, but frozen modules stay in evaluation mode.
 
-        Warns of what training or saving will stumble over.
+        See `learning/frozen.py`. Warns once of things that training or saving will refuse or leave out.
         """
         if mode:
             warn_before_training(self)
@@ -141,16 +151,16 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             if part is not None:
                 keep_frozen_in_eval(part)
         if self.vision_tower is not None and not any(weight.requires_grad for weight in self.vision_tower.parameters()):
-            self.vision_tower.eval()  # also its checkpointed layers: no gradient passes through them
+            self.vision_tower.eval()  # also with activation checkpointing: it has no gradients
 
     def _set_gradient_checkpointing(self, *args, **kwargs) -> None:
         refuse_reentrant(kwargs.get("gradient_checkpointing_func"))
         super()._set_gradient_checkpointing(*args, **kwargs)
         if self.training:
-            self.train()  # frozen layers that are checkpointed train, see `learning/frozen.py`
+            self.train()  # frozen layers with activation checkpointing must be in training mode
 
     def enable_input_require_grads(self) -> None:
-        """As in transformers. The vision tower takes part only while it trains."""
+        """As in transformers. The vision tower is included only while it trains."""
         self.disable_input_require_grads()
         body: Any = self.base_model
         self._input_hooks = give_gradient_to_inputs(body.text_model, body.vision_tower)
@@ -162,7 +172,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         self._input_hooks = ()
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
-        """transformers' plans, and rows for the blocks. A plan that was given has the last word."""
+        """Adds rules for the blocks to transformers' plans. A plan that the caller gives overrides both."""
         blocks = (name for name, module in self.named_modules() if isinstance(module, GatedCrossAttentionBlock))
         places = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in blocks}
         if distributed_config.tp_size > 1:
@@ -174,7 +184,11 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         return super()._resolve_parallel_plans(distributed_config)
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
-        """`PreTrainedModel.set_attn_implementation`. Raises a `ValueError` for a part that the model does not have."""
+        """As `PreTrainedModel.set_attn_implementation`.
+
+        Raises:
+            ValueError: for a `dict` that names a part which the model does not have.
+        """
         check_parts("attn_implementation", attn_implementation, self.config.sub_configs)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
@@ -187,25 +201,28 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         allow_missing_weights: bool = False,
         **kwargs,
     ) -> Any:
-        """As in transformers. `trust_remote_code=True` runs the code of a custom decoder or vision tower, too.
+        """Loads a model, as `PreTrainedModel.from_pretrained` does.
 
-        A folder of `save_pretrained(folder, adapter_only=True)` is put together with the bases that it names. A text
-        model that was quantized is quantized again. Without a `dtype`, all weights get that of the configuration, with
-        a warning of those that were saved with more precision.
+        An `adapter_only=True` folder is put together with the bases that it names. If the text model was quantized when
+        the folder was saved, it is quantized again. Without a `dtype`, all weights get the dtype of the configuration,
+        and a warning names weights that were saved with more precision. With `trust_remote_code=True`, the code of a
+        custom decoder or vision tower runs, too.
 
         Args:
-            quantization_config (*optional*): quantizes the text model alone. For a folder of `adapter_only=True`, None
-                means a text model in full precision, whatever it was.
-            text_base, vision_base (`str` or `Path`, *optional*): Hub id or folder of the bases of such a folder, if
-                they have moved. `text_base` may also be a loaded text model, such as [`remove_blocks`] returns. It is
-                not copied: the blocks are put into its layers. (Auto classes copy what they are given: use this class.)
-            allow_missing_weights (`bool`, defaults to `False`): give weights that the checkpoint, or the `state_dict`,
-                lacks first values, and warn of them. An empty `state_dict` asks for a model of first values.
+            quantization_config (*optional*): quantizes the text model alone. For an `adapter_only=True` folder, None
+                loads the text model in full precision, also if it was quantized before.
+            text_base, vision_base (`str` or `Path`, *optional*): Hub id or folder of the bases of an
+                `adapter_only=True` folder, if they have moved. `text_base` may also be a loaded text model, such as the
+                one that [`remove_blocks`] returns. The blocks are then put into this model, which is not copied. (Auto
+                classes copy their arguments, so call this class.)
+            allow_missing_weights (`bool`, defaults to `False`): initialise weights that the checkpoint or the
+                `state_dict` lacks, and warn of them, in place of an error. An empty `state_dict` initialises all.
 
         Raises:
-            ValueError: for a folder in which a save was cut off; with a configuration that no model has; with files
-                that are damaged, lie elsewhere or are pickled; with weights missing; or saved by another class. For a
-                base that is gone or has other weights. With a loaded text model, for a folder that changes its weights.
+            ValueError: for a folder in which a save was cut off, whose configuration no model has, whose files are
+                damaged, pickled or outside of the folder, which lacks weights, or which another class has saved. For a
+                base that is gone or has other weights. For a loaded text model beside a folder that changes its
+                weights.
 
         Example:
 
@@ -245,7 +262,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                 if kwargs.pop(name, None) is not None:
                     raise ValueError(
                         f"`{name}` is for folders of `save_pretrained(folder, adapter_only=True)`, but {source} holds "
-                        "a whole model."
+                        "a whole model. Leave it out."
                     )
             if kwargs.get("quantization_config") is not None:
                 known = config
@@ -258,7 +275,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             if checked is None and source is not None:  # a Hub id
                 check_class(cls, model.config.architectures, source, MODELS)
             what = "`state_dict`" if source is None else source
-            if kwargs.get("state_dict") != {}:  # which asks for a new model
+            if kwargs.get("state_dict") != {}:  # an empty one asks for a new model
                 check_complete(model, what, allow_missing_weights)
             _finish(model, what, kwargs)
             if peft is not None and peft.base != peft.name:
@@ -270,16 +287,16 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> Any:
         refuse_other_files(checkpoint_files)
-        if expected_keys is None:  # otherwise the weights are an adapter's (PEFT)
+        if expected_keys is None:  # otherwise these are the weights of an adapter (PEFT)
             model._stored = check_stored(model, state_dict, checkpoint_files, load_config)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
 
     def load_state_dict(self, state_dict: Any, *args, **kwargs) -> Any:
-        """`nn.Module.load_state_dict`. Takes the names of a saved folder too, as `Trainer` passes them."""
+        """As `nn.Module.load_state_dict`. Also takes the names in a saved folder, which `Trainer` passes."""
         return super().load_state_dict(named_as_in_memory(self, state_dict), *args, **kwargs)
 
     def load_adapter(self, peft_model_id: Any = None, *args, **kwargs) -> Any:
-        """`PreTrainedModel.load_adapter`. Raises a `ValueError` for a damaged folder before it adds layers."""
+        """As `PreTrainedModel.load_adapter`. Raises a `ValueError` for a damaged folder before any layer is added."""
         check_adapter_folder(peft_model_id, kwargs.get("adapter_kwargs") or {})
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
@@ -291,9 +308,9 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         identity = saved.identity()
         if isinstance(text := load_kwargs.get("text_base"), PreTrainedModel):
             if model_args:
-                raise ValueError(f"With a `text_base` that is loaded pass other arguments by name, got {model_args!r}.")
+                raise ValueError(f"Beside a loaded `text_base`, pass other arguments by name, got {model_args!r}.")
             del load_kwargs["text_base"]
-            check_insertable(text)  # before `recorded`, which takes blocks out again after an error
+            check_insertable(text)  # not inside `recorded`, which would take blocks out after the error
             with recorded(text):
                 model = saved.onto(cls, text, config, load_kwargs)
                 _finish_small(model, saved, identity, {"dtype": text.dtype}, allowed)
@@ -310,10 +327,11 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         return pair if info_wanted else pair[0]
 
     def add_model_tags(self, tags: list[str] | str) -> None:
-        """`PreTrainedModel.add_model_tags`, which all trainers of TRL call before they train.
+        """As `PreTrainedModel.add_model_tags`, which all trainers of TRL call before they train.
 
-        Raises a `ValueError` for the tag `"trl"` if the head has a second matrix, for the tokens of
-        `additional_vocab_size`: TRL computes probabilities from `lm_head.weight`, in which these tokens are missing.
+        Raises:
+            ValueError: for the tag `"trl"`, if the head has a second matrix for the tokens of `additional_vocab_size`.
+                TRL computes probabilities from `lm_head.weight`, in which these tokens are missing.
         """
         if self.config.additional_vocab_in_head and "trl" in ([tags] if isinstance(tags, str) else tags):
             raise ValueError(
@@ -324,16 +342,17 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         super().add_model_tags(tags)
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        """`PreTrainedModel.resize_token_embeddings`. Raises a `ValueError` for an `additional_vocab_size`."""
+        """As `PreTrainedModel.resize_token_embeddings`. Raises a `ValueError` for a model with added vocabulary."""
         if self.config.additional_vocab_size:
             raise ValueError(
                 f"This model has {self.config.additional_vocab_size} tokens behind its vocabulary "
-                "(`additional_vocab_size`): the embeddings cannot be resized."
+                "(`additional_vocab_size`): the embeddings cannot be resized. Resize those of the text model before "
+                "you put blocks into it."
             )
         return super().resize_token_embeddings(*args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
+        """Does nothing: the text model, the vision tower, the connector and the blocks initialise themselves."""
 
 
 def _finish_small(model: Any, saved: Any, identity: str, load_kwargs: dict[str, Any], allowed: bool) -> None:
@@ -350,7 +369,7 @@ def _finish(model: Any, what: Any, load_kwargs: dict[str, Any]) -> None:
     if all(load_kwargs.get(name) in (None, "auto") for name in DTYPES):
         warn_of_rounding(model, stored, str(what))
     finish_quantized(model)
-    if (inner := getattr(model, "model", None)) is not None:  # for who generates with the text model alone
+    if (inner := getattr(model, "model", None)) is not None:  # for callers that generate with the text model alone
         inner.text_model.generation_config = model.generation_config
 
 
@@ -361,14 +380,17 @@ def _refuse_splitting_of_old(load_kwargs: dict[str, Any]) -> None:
 
 
 def _initialize(module: nn.Module, owner: PreTrainedModel) -> None:
-    """Initialises a tree of modules, children first. `owner` is the nearest model above, which has the rule."""
+    """Initialises a module and its children, the children first. `owner` is the model around it that has the rule."""
     for child in module.children():
         _initialize(child, child if isinstance(child, PreTrainedModel) else owner)
     owner._initialize_weights(module, owner.is_custom_code())
 
 
 def forget_untied(model: Any) -> None:
-    """Takes weights that are no longer tied out of a given model's list: `post_init` would tie them, and lose one."""
+    """Removes weights that are no longer tied from the list of tied weights of a loaded model.
+
+    Otherwise `post_init` would tie them again, and the values of one of them would be lost.
+    """
     weights = dict(model.named_parameters(remove_duplicate=False))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     if untied := [name for name, other in tied.items() if weights.get(name) is not weights.get(other)]:

@@ -1,9 +1,9 @@
-"""Quantized bases: the text model in 4 or 8 bit, and everything that was added to it in high precision.
+"""Keeps everything but the text model in high precision when a model is quantized.
 
-A quantizer of transformers converts every linear layer of a model, except those that its configuration names. New
-blocks would be converted too: they could not be trained, and the image features would lose precision. So this module
-adds the names of the blocks, the connector and the vision tower to that list. The list goes into `config.json`, so a
-saved model loads with it.
+A quantizer of transformers converts every linear layer of a model, except those that its configuration names. It would
+convert the blocks too: they could not be trained, and image features would lose precision. So this module adds the
+blocks, the connector and the vision tower to the list of layers that the quantizer leaves alone. The list is saved in
+`config.json`, so a saved model loads in the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..utils.custom_code import build_part
 from ..utils.tensor_checks import first_quantized, is_quantized
 
 
-# What stays in high precision, as patterns of transformers' quantizers. A model with a head has the prefix `model.`.
+# Patterns of the modules that stay in high precision. In a model with a head, names begin with `model.`.
 KEPT = (r"(?:model\.)?vision_tower", r"(?:model\.)?connector", r".*\.cross_attention_block(?:_after)?")
 
 TEXT = r"(?:model\.)?text_model\."
@@ -40,7 +40,7 @@ SKIP_FIELDS = ("modules_to_not_convert", "llm_int8_skip_modules", "skip_modules"
 # What a quantizer sets on the model that it has converted. `is_quantized` is left out: see `share_quantizer`.
 MARKS = ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit")
 
-# Where loading could not quantize alike.
+# End of the errors for models that loading could not quantize in the same way.
 PRECISE_TEXT = (
     "Retrofit the text model in full precision, give it these blocks and this connector (`load_state_dict(weights, "
     "strict=False)`), and save that."
@@ -51,7 +51,9 @@ PRECISE_TOWER = "Put a tower in full precision in its place (`model.base_model.v
 def keep_added_precise(quantization_config: Any, config: XAttnConfig) -> Any:
     """Returns a quantizer's configuration that also leaves blocks, connector and vision tower in high precision.
 
-    `quantization_config` is as given to `from_pretrained`, and not changed.
+    Args:
+        quantization_config: the argument of `from_pretrained`. It is not changed.
+        config: the configuration of the model.
     """
     if isinstance(quantization_config, dict):
         quantization_config = AutoQuantizationConfig.from_dict(quantization_config)
@@ -60,12 +62,12 @@ def keep_added_precise(quantization_config: Any, config: XAttnConfig) -> Any:
         return quantization_config
     given = getattr(quantization_config, field)
     if given is None:
-        # A list replaces the quantizer's own, which names the head and what shares its weights. So take that from the
-        # text model.
+        # By default a quantizer leaves the head alone, and modules that share its weights. A list replaces this
+        # default, so these modules are found in the text model and put into the list.
         with torch.device("meta"):
             text_model = build_part(AutoModelForCausalLM, config.text_config)
         given = [TEXT + re.escape(name) for name in sorted(get_keys_to_not_convert(text_model))]
-    else:  # the names as given, and as names within the text model: "lm_head" means the head of both
+    else:  # each name is added a second time as a name in the text model, so that "lm_head" fits both
         given = [*given, *(f"{TEXT}(?:{name})" for name in given if not name.startswith(TEXT) and name not in KEPT)]
     return _with_skips(quantization_config, field, list(dict.fromkeys([*given, *KEPT])))
 
@@ -94,7 +96,7 @@ def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None
 
 
 def return_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None:
-    """Gives a model's quantizer to the text model that was built inside: the other way than [`adopt_quantizer`]."""
+    """Gives the quantizer of a model to the text model inside it. This is the reverse of [`adopt_quantizer`]."""
     quantizer = copy.copy(getattr(model, "hf_quantizer", None))
     if quantizer is None:
         return
@@ -111,7 +113,7 @@ def _is_gguf(quantizer: Any) -> bool:
 
 
 def _forget_quantizer(text_model: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Removes the marks of the GGUF loader, which also leaves them on a model whose weights it has unpacked."""
+    """Removes the marks of the GGUF loader, which also marks a model as quantized if it has unpacked the weights."""
     text: Any = text_model
     text.hf_quantizer.remove_quantization_config(text)
     configs = [model.config, model.config.get_text_config()]
@@ -132,7 +134,7 @@ def share_quantizer(source: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 def finish_quantized(model: PreTrainedModel) -> None:
-    """Corrects the marks of a loaded quantized model."""
+    """Corrects the marks by which transformers knows a quantized model, after such a model was loaded."""
     if getattr(model, "hf_quantizer", None) is None:
         return
     setattr(model, "is_quantized", False)  # noqa: B010  # see `share_quantizer`
@@ -145,8 +147,8 @@ def check_requantizable(model: PreTrainedModel) -> None:
     """Checks that loading can quantize the text model in the same way, and that nothing else is quantized.
 
     Raises:
-        ValueError: for weights that were quantized by hand, in a vision tower, in a block, or by a quantizer that knows
-            no list of layers to leave alone.
+        ValueError: for weights that were quantized by hand, for quantized weights in a vision tower or a block, and for
+            a quantizer without a list of layers to leave alone.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     body: Any = model.base_model
@@ -190,7 +192,7 @@ def check_requantizable(model: PreTrainedModel) -> None:
 
 
 def quantization_of_text(quantization_config: Any) -> Any:
-    """The quantizer's configuration for the text model alone, from that of the model around it."""
+    """Returns the configuration of the quantizer for the text model alone, from that for the whole model."""
     field: Any = _skip_field(quantization_config)
     names = getattr(quantization_config, field) or []
     return _with_skips(quantization_config, field, [name.removeprefix(TEXT) for name in names if name not in KEPT])
@@ -198,9 +200,10 @@ def quantization_of_text(quantization_config: Any) -> Any:
 
 @contextlib.contextmanager
 def without_quantizer(model: PreTrainedModel, keeps_config: bool) -> Iterator[None]:
-    """Inside, the model is saved like one that is not quantized: transformers writes the weights that it is given.
+    """Context in which a model is saved as if it was not quantized: transformers writes the weights that it is given.
 
-    `keeps_config`: whether the configuration goes on naming the quantization.
+    Args:
+        keeps_config (`bool`): whether the saved configuration still names the quantization.
     """
     held: Any = model
     config: Any = model.config
@@ -233,7 +236,7 @@ def _with_skips(quantization_config: Any, field: str, skipped: list[str]) -> Any
 
 
 def _unquantized(text_model: nn.Module) -> Iterator[str]:
-    """Names of the linear layers that a text model's quantizer has left alone, without those of blocks."""
+    """Yields the names of the linear layers that the quantizer of a text model has left alone, without the blocks."""
     blocks = {id(part) for block in cross_attention_blocks(text_model) for part in block.modules()}
     for name, module in text_model.named_modules():
         if isinstance(module, (nn.Linear, Conv1D)) and id(module) not in blocks and not is_quantized(module.weight):

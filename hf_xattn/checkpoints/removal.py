@@ -1,4 +1,7 @@
-"""What a retrofit changes in a text model: noted, to take it out again, and left out of the files of the text model."""
+"""Notes what a retrofit changes in a text model.
+
+`remove_blocks` undoes these changes, and the text model leaves the added tensors out of its own files.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +20,42 @@ from ..decoders.insertion import BLOCKS, PREFIX
 from ..parts.vocabulary import PREFIX as EXTENDED
 
 
-# Prefixes of the classes that a retrofit gives to modules of a text model, and the children that it adds to them.
+# A retrofit gives classes with these prefixes to modules of a text model, and adds these children to the modules.
 ADDED = {PREFIX: BLOCKS, EXTENDED: ("additional",)}
 INITIALIZED = "_is_hf_initialized"
 INSERTION = "_insertion"  # attribute of a text model
 OF_CALLERS = ("training", INSERTION)
 ABSENT = object()
 
-# For each model inside a text model and for its configuration, by name: attributes.
+# The attributes of each model inside a text model, and of its configuration, by the name of the model.
 Attributes = dict[tuple[str, str], dict[str, Any]]
 
 
 @dataclass
 class Insertion:
-    """What a retrofit has changed in a text model, beside classes and children."""
+    """What a retrofit has changed in a text model, apart from classes and children."""
 
-    was_given: bool  # whether the text model existed before; otherwise the model around it has built it
-    # A name of this insertion, which the model around the text model knows, too.
+    was_given: bool  # whether the text model existed before. Otherwise the model around it has built it
+    # A unique name of this insertion, by which the model around the text model knows it.
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    before: Attributes = field(default_factory=dict)  # attributes that have changed
+    before: Attributes = field(default_factory=dict)  # the attributes that have changed, with their values before
     after: Attributes = field(default_factory=dict)
     not_initialized: list[str] = field(default_factory=list)  # names of parts without the attribute `INITIALIZED`
 
 
 class AddedTensors(Set):
-    """Names of the tensors that were added to a text model, or to a part of it, for its `_keys_to_ignore_on_save`.
+    """The names of the tensors that were added to a model, as its `_keys_to_ignore_on_save`.
 
-    They are read when they are asked for: an adapter (PEFT) renames the weights of blocks. `own` are the names that the
-    model leaves out in any case.
+    The names are read each time that they are needed, because an adapter (PEFT) renames the weights of blocks.
+
+    Args:
+        model: a text model, or a model inside it.
+        own: names that the model leaves out of its files in any case.
     """
 
     def __init__(self, model: PreTrainedModel, own: Iterable[str]):
         self.own = set(own)
-        # Not the model itself: a model that refers to itself keeps its memory until the garbage collector runs.
+        # The model itself is not kept here: a model that refers to itself is freed only by the garbage collector.
         self.holders = {name: part for name, part in model.named_modules() if added_names(part)}
 
     def __iter__(self) -> Iterator[str]:
@@ -67,7 +73,7 @@ class AddedTensors(Set):
 
 
 def leave_out_added(model: nn.Module) -> None:
-    """Makes a text model and the models inside it save no tensors that were added."""
+    """Lets a text model, and each model inside it, leave added tensors out of its files."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and not isinstance(part._keys_to_ignore_on_save, AddedTensors):
             added: Any = AddedTensors(part, part._keys_to_ignore_on_save or ())
@@ -77,7 +83,7 @@ def leave_out_added(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def recorded(text_model: PreTrainedModel, was_given: bool = True) -> Iterator[Insertion]:
-    """Notes what is changed inside, for [`remove_blocks`]. After an error nothing is changed."""
+    """Context that notes what changes in a text model, for [`remove_blocks`]. After an error it undoes the changes."""
     insertion = Insertion(was_given)
     before = _attributes(text_model)
     not_initialized = [name for name, part in _parts(text_model) if not getattr(part, INITIALIZED, False)]
@@ -88,14 +94,14 @@ def recorded(text_model: PreTrainedModel, was_given: bool = True) -> Iterator[In
         take_out(text_model, Insertion(was_given, "", before, _attributes(text_model), not_initialized))
         raise
     after = _attributes(text_model)
-    insertion = vars(text_model).setdefault(INSERTION, insertion)  # of a `with` statement inside this one
+    insertion = vars(text_model).setdefault(INSERTION, insertion)  # an inner `with` statement may have set it
     insertion.not_initialized = not_initialized
     insertion.before = {place: _differing(own, after[place]) for place, own in before.items()}
     insertion.after = {place: _differing(after[place], own) for place, own in before.items()}
 
 
 def take_out(text_model: PreTrainedModel, insertion: Insertion) -> None:
-    """Undoes a retrofit, as far as it has come. What was set since then stays."""
+    """Undoes a retrofit, also one that was cut off by an error. Attributes that were set since then stay."""
     for part in list(text_model.modules()):
         for name in (added := added_names(part)):
             part._modules.pop(name, None)
@@ -128,10 +134,10 @@ def _differing(own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Modules, parameters and buffers, by name."""
+    """Yields modules, parameters and buffers with their names."""
     return chain(model.named_modules(), model.named_parameters(), model.named_buffers())
 
 
 def added_names(part: nn.Module) -> tuple[str, ...]:
-    """Names of the children that a retrofit adds to a module."""
+    """Returns the names of the children that a retrofit has added to a module."""
     return next((names for prefix, names in ADDED.items() if is_derived(part, prefix)), ())

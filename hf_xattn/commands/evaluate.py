@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .shared import add_data, add_model, add_number, check_images, load_model_and_images
+from ..data.forms import CAPTION_PROMPT
+from .shared import add_data, add_loading, add_model, add_number, check_images, load_model_and_images
 
 
 if TYPE_CHECKING:
@@ -18,28 +19,37 @@ if TYPE_CHECKING:
     from ..evaluation.questions import Question
     from ..modeling_xattn import XAttnForConditionalGeneration
 
-EPILOG = """the same questions are asked again without their pictures and with other pictures of the data; the last line
-of the table is the share that one answer gets, the most frequent one. Intervals are 95 % ones (Wilson). Questions
-without a picture are compared with what the base answers, the model without its blocks, and asked again beside a
-picture of another row, which should change nothing."""
+EPILOG = """What is measured: each question about images is asked with its own images, with the images of another row,
+and without images, to see whether the answers depend on the images. The last line of that table is the share that the
+most frequent answer alone would get. The intervals are 95 % confidence intervals (Wilson). Each question without images
+is answered by the model and by the text model without blocks, and once more beside an image of another row, which
+should change nothing."""
 
 
 def register_eval(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("eval", help="count the right answers to the questions of a data set", epilog=EPILOG)
+    parser = commands.add_parser(
+        "eval",
+        help="count the right answers to the questions of a data set",
+        description="Asks a model the questions of a data set, and prints the share of right answers.",
+        usage="%(prog)s MODEL --data SOURCE [options]",
+        epilog=EPILOG,
+    )
     add_model(parser)
-    add_data(parser, "questions that the model was not trained on, as of `hf-xattn train --data`")
-    parser.add_argument("--prompt", metavar="TEXT", help="the question for pictures that have only a caption")
-    groups = "show the shares for each value of FIELD of the rows, too, such as a kind of question"
+    add_data(parser, "questions that the model was not trained on, in a form of `hf-xattn train --data`")
+    add_number(parser, "--limit", None, "ask only the first N questions (default: all)")
+    prompt = f"question for images that have only a caption (default: {CAPTION_PROMPT})"
+    parser.add_argument("--prompt", metavar="TEXT", help=prompt)
+    groups = "also print the shares for each value of this field of the rows, such as a kind of question"
     parser.add_argument("--by", metavar="FIELD", help=groups)
-    add_number(parser, "--limit", None, "ask the first N questions alone")
-    add_number(parser, "--batch-size", 8, "questions at once")
-    longest = "maximum number of tokens in an answer (default: 8 more than in the longest expected one)"
+    add_number(parser, "--batch-size", 8, "number of questions that are asked at once")
+    longest = "maximum number of tokens in an answer (default: 8 more than the longest expected answer has)"
     add_number(parser, "--max-new-tokens", None, longest)
     answers = "write the question, the expected answer and those of the model to FILE (.jsonl), one question a line"
     parser.add_argument("--answers", metavar="FILE", type=Path, help=answers)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-    card = "write the shares into the model card of DIR, a folder, where the Hub reads them (model-index)"
+    card = "also write the shares into the model card in the folder MODEL, where the Hub reads them (model-index)"
     parser.add_argument("--card", action="store_true", help=card)
+    add_loading(parser)
     parser.set_defaults(run=run_eval, image=None)
 
 
@@ -53,7 +63,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
         raise ValueError(f"Expected `--answers` to be a new file, got {arguments.answers}, which exists.")
     questions = questions_of_data(arguments)
     if arguments.card and not any(each.pictures for each in questions):
-        raise ValueError("`--card` writes shares of questions about pictures, and the data has none. Remove it.")
+        raise ValueError("`--card` writes shares of questions about pictures, and the data has none. Leave it out.")
     found, *_ = measure(arguments, questions)
     if arguments.answers is not None:
         lines = [json.dumps(each, ensure_ascii=False) for each in found.each_question(questions)]
@@ -75,7 +85,11 @@ def run_eval(arguments: argparse.Namespace) -> None:
 def measure(
     arguments: argparse.Namespace, questions: Sequence[Question]
 ) -> tuple[Evaluation, XAttnForConditionalGeneration, Any]:
-    """Loads the model of the command line and asks it. Returns what was measured, the model and its processor."""
+    """Loads the model of the command line and asks it the questions.
+
+    Returns:
+        the figures, the model and its processor.
+    """
     from ..evaluation.evaluation import evaluate
 
     model, processor, _ = load_model_and_images(arguments)
@@ -85,18 +99,23 @@ def measure(
 
 
 def questions_of_data(arguments: argparse.Namespace) -> list[Question]:
-    """The first `--limit` questions. Raises a `ValueError` that lists the rows that cannot be used."""
-    from ..data.forms import CAPTION_PROMPT
+    """Returns the questions of `--data`, at most `--limit`.
+
+    Raises:
+        ValueError: for rows that cannot be used, which the message lists; for a `--prompt` without any caption, and for
+            a `--by` that no row has.
+    """
     from ..data.loading import load_rows_once
     from ..evaluation.questions import questions_of
     from ..training.bad_rows import check_pictures, find_problems, list_problems
 
     rows = load_rows_once("--data", arguments.data, arguments.pictures, arguments.prompt or CAPTION_PROMPT)
-    read = range(len(rows) if arguments.limit is None else min(arguments.limit, len(rows)))  # a row has one or more
+    # A row holds one question or more, so the first N rows hold the first N questions.
+    read = range(len(rows) if arguments.limit is None else min(arguments.limit, len(rows)))
     if found := find_problems(rows, read, check_pictures)[0]:
         raise ValueError(list_problems(rows, found))
     if arguments.prompt is not None and not any(map(rows.is_caption, read)):
-        raise ValueError(f"`--prompt` is for pictures with a caption, and {rows} has none. Remove it.")
+        raise ValueError(f"`--prompt` is for pictures with a caption, and {rows} has none. Leave it out.")
     questions = questions_of((rows[index] for index in read), arguments.by)[: arguments.limit]
     if arguments.by and all(each.group is None for each in questions):
         raise ValueError(f"Expected rows of {arguments.data} to have the field {arguments.by!r} of `--by`, got none.")

@@ -1,4 +1,7 @@
-"""`hf-xattn inspect`: what a model's blocks add. `hf-xattn check`: measures what depends on its decoder."""
+"""The commands that examine a model.
+
+`hf-xattn inspect` prints what its blocks add. `hf-xattn check` measures the promises that depend on its decoder.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,28 @@ import json
 import math
 import sys
 
-from .shared import add_model, add_trust, check_model, device_of, hub_options, load_shapes, print_report
+from .shared import add_loading, add_model, add_trust, check_model, device_of, hub_options, load_shapes, print_report
 
 
-EXIT_STATUS = "Exit status: 0 if all that was checked holds, 1 if a promise is broken, 2 for wrong usage."
+EPILOG = """The inputs are random, with a fixed seed. The exit status is 0 if all checks hold, 1 if a check is broken,
+and 2 for wrong usage. A check that does not apply to the model is not checked."""
 
 
 def register_check(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "check",
-        help="measure on a model what depends on its decoder: all caches exact, rows without an image untouched",
-        epilog=f"Inputs are random and seeded. {EXIT_STATUS}",
+        help="measure on your model whether all caches, and rows without images, give the right logits",
+        description="Measures on a model what depends on the code of its decoder: whether generation with each kind of "
+        "cache gives the logits of generation without a cache, and whether a row without an image keeps its logits "
+        "beside a row with one. Prints one line for each check.",
+        usage="%(prog)s MODEL [options]",
+        epilog=EPILOG,
     )
-    add_model(parser, device="cpu")
-    skip = "leave a check out, by its name; repeat for several"
+    add_model(parser)
+    skip = "leave out the check with this name; repeat the option for several"
     parser.add_argument("--skip", action="append", default=[], metavar="NAME", help=skip)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the lines")
+    add_loading(parser, device="cpu")
     parser.set_defaults(run=run_check)
 
 
@@ -37,7 +46,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     hub, peft = hub_options(arguments), find_peft(arguments.model, {})
     check_model(arguments.model if peft is None else peft.base, **hub)
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
-    if model.device.type != device.partition(":")[0]:  # a quantizer may have put it on a GPU
+    if model.device.type != device.partition(":")[0]:  # unless a quantizer has put it on a GPU
         model = model.to(device)
     found, results = run_checks(model.eval(), arguments.skip), []
     about = {**installed(), "device": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
@@ -66,12 +75,18 @@ def _finite(number: float | None) -> float | None:
 
 
 def register_inspect(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("inspect", help="print what a model's blocks add: parameters, K/V bytes, compute")
+    parser = commands.add_parser(
+        "inspect",
+        help="print what the blocks of a model add, or which text models and vision towers are supported",
+        description="Prints what the blocks of a model add: parameters, bytes of keys and values, and compute. It "
+        "reads the configuration alone, not the weights. Or prints which text models or vision towers are supported.",
+        usage="%(prog)s (MODEL | --architectures | --towers) [options]",
+    )
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("model", metavar="DIR", nargs="?", help="a retrofitted model: a folder or a Hub id")
-    architectures = "print which decoders are supported, and why others are not"
+    asked.add_argument("model", metavar="MODEL", nargs="?", help="a model with blocks: a folder or a Hub id")
+    architectures = "print a table of the text models that are supported, with the reason why others are not"
     asked.add_argument("--architectures", action="store_true", help=architectures)
-    towers = "print which vision models can be the tower, and why others cannot"
+    towers = "print a table of the vision towers that are supported, with the reason why others are not"
     asked.add_argument("--towers", action="store_true", help=towers)
     add_trust(parser)
     parser.set_defaults(run=run_inspect)

@@ -1,4 +1,4 @@
-"""Parses the command line, runs a command, and turns the command's error into an exit status."""
+"""Parses the command line, runs a command, and turns an error of the command into an exit status."""
 
 from __future__ import annotations
 
@@ -19,32 +19,46 @@ from .servers import register_serve, register_web
 from .train import register_encode_features, register_train
 
 
-# In the order of `--help`.
+# `--help` lists the commands in this order.
 COMMANDS = (
+    register_demo,
     register_retrofit,
+    register_encode_features,
     register_train,
     register_eval,
+    register_chat,
+    register_generate,
+    register_encode,
+    register_serve,
+    register_web,
     register_import,
     register_export,
     register_inspect,
     register_check,
-    register_chat,
-    register_generate,
-    register_encode,
-    register_encode_features,
-    register_serve,
-    register_web,
-    register_demo,
 )
-# What is wrong with the arguments and files of a person. Any other error is a bug, and needs its traceback.
+# Errors about the arguments and files of a user, of which the message is enough. Any other error is a bug, and its
+# traceback is shown.
 ERRORS = (OSError, ImportError, ValueError, RuntimeError, UnpicklingError, TemplateError, StrictDataclassError)
+
+EPILOG = """\
+the usual steps:
+  hf-xattn retrofit Qwen/Qwen2.5-0.5B-Instruct --vision google/siglip-base-patch16-224 --output fresh
+  hf-xattn train fresh --data pictures --output seeing
+  hf-xattn chat seeing --image photo.png
+
+`hf-xattn COMMAND --help` explains a command. `hf-xattn demo` shows all steps once, without downloads."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Without one, lists them all. A bug is raised, with its traceback.
+    """Runs one command. Without a command, prints the list of commands.
+
+    An error about arguments or files is printed to stderr. Any other error is a bug and is raised.
+
+    Args:
+        argv (`list[str]`, *optional*): the words of the command line behind `hf-xattn`; by default those of `sys.argv`.
 
     Returns:
-        `int`: the exit status: the command's own, 0 by default, or 2 after an error, whose message goes to stderr.
+        `int`: the exit status: 2 after an error, else that of the command, 0 by default.
 
     Example:
 
@@ -76,12 +90,14 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-xattn",
-        description="Gated cross-attention for any text decoder of transformers.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,  # leaves the lines of `--version` as they are
+        description="Gives sight to a text model of transformers: puts gated cross-attention blocks into it, connects "
+        "them\nto a vision tower, trains them, and serves the result.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the line breaks of `--version` and of EPILOG
     )
     versions = "\n".join(f"{name} {version}" for name, version in installed().items())
-    parser.add_argument("--version", action="version", version=versions, help="print the versions and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=versions, help="print the installed versions and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for register in COMMANDS:
         register(commands)
     return parser

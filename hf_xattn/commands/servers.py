@@ -1,6 +1,7 @@
-"""`hf-xattn serve` and `hf-xattn web`: servers for one model, which is loaded when they start.
+"""The commands that serve one model, which they load when they start.
 
-`serve` answers clients of the OpenAI API; `web` is a page to draw, ask, and see where the model looked.
+`hf-xattn serve` answers clients of the OpenAI API. `hf-xattn web` shows a page on which a visitor draws or drops
+images, asks about them, and sees where the model looked.
 """
 
 from __future__ import annotations
@@ -11,28 +12,41 @@ import socket
 import sys
 from pathlib import Path
 
-from .shared import add_answers, add_model, add_number, answer_options, load_model_and_images
+from .shared import add_answers, add_loading, add_model, add_number, answer_options, load_model_and_images
 
 
 def register_serve(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("serve", help="answer clients of the OpenAI API (needs the extra `serve`)")
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model to clients of the OpenAI API (needs the extra `serve`)",
+        description="Serves one model to clients of the OpenAI API: POST /v1/chat/completions, GET /v1/models and GET "
+        "/health. The server has no passwords and no encryption: put a proxy in front of it before others reach it.",
+        usage="%(prog)s MODEL [options]",
+    )
     add_model(parser)
-    parser.add_argument("--name", help="name of the model for clients (default: DIR as given)")
-    image = "largest image that a client may send or name, in MiB"
-    add_number(parser, "--max-image-mib", 20, image, metavar="MIB")
-    request = "largest body of a request, in MiB (default: four of the largest images fit, 107)"
-    add_number(parser, "--max-request-mib", None, request, metavar="MIB")
-    add_number(parser, "--max-images", 64, "most images of a request")
-    pixels = "most pixels of all images of a request, in millions"
-    add_number(parser, "--max-request-megapixels", 68, pixels, metavar="N")
-    add_number(parser, "--max-requests", 16, "most requests that are read, wait or are answered at the same time")
-    add_number(parser, "--max-new-tokens", 4096, "most tokens that a client may ask for in an answer")
-    add_number(parser, "--max-beams", 8, "most beams that a client may ask for")
-    fetch = "fetch images from the public web addresses that clients name (default: data URLs alone)"
-    parser.add_argument("--fetch-images", action="store_true", help=fetch)
-    private = "fetch images also from this machine and from private networks"
-    parser.add_argument("--private-addresses", action="store_true", help=private)
+    name = "name by which clients ask for the model (default: MODEL as given)"
+    parser.add_argument("--name", metavar="NAME", help=name)
     _add_listening(parser, port=8000)
+    limits = parser.add_argument_group("limits of a request")
+    image = "largest image that a client may send or name, in MiB"
+    add_number(limits, "--max-image-mib", 20, image, metavar="MIB")
+    add_number(limits, "--max-images", 64, "largest number of images in a request")
+    pixels = "largest number of pixels of all images of a request together, in millions"
+    add_number(limits, "--max-request-megapixels", 68, pixels)
+    request = "largest body of a request, in MiB (default: room for four images of --max-image-mib, 107 if that is 20)"
+    add_number(limits, "--max-request-mib", None, request, metavar="MIB")
+    add_number(limits, "--max-new-tokens", 4096, "largest number of tokens that a client may ask for in an answer")
+    add_number(limits, "--max-beams", 8, "largest number of beams that a client may ask for")
+    requests = "largest number of requests at the same time, whether they are read, wait or are answered"
+    add_number(limits, "--max-requests", 16, requests)
+    fetching = parser.add_argument_group("images at web addresses")
+    fetch = (
+        "download images from public web addresses that clients name (default: clients must send images as data URLs)"
+    )
+    fetching.add_argument("--fetch-images", action="store_true", help=fetch)
+    private = "download images also from this machine and from private networks; --fetch-images is then on"
+    fetching.add_argument("--private-addresses", action="store_true", help=private)
+    add_loading(parser)
     parser.set_defaults(run=run_serve, image=None)
 
 
@@ -71,12 +85,12 @@ def run_serve(arguments: argparse.Namespace) -> None:
 
         try:
             Server(build_app(name, model, processor, limits), ready).run(sockets=[listener])
-        except KeyboardInterrupt:  # raised again by uvicorn after a clean stop
+        except KeyboardInterrupt:  # uvicorn raises it again after it has stopped
             pass
 
 
 def _question(address: str, name: str) -> str:
-    """A question about picture.png, to copy into a terminal."""
+    """Returns a command that asks about picture.png, for a person to copy into a terminal."""
     data = r"data:image/png;base64,$(base64 < picture.png | tr -d '\n')"
     parts = [{"type": "image_url", "image_url": {"url": "DATA"}}, {"type": "text", "text": "What is it?"}]
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": parts}]}).replace("DATA", data)
@@ -85,22 +99,30 @@ def _question(address: str, name: str) -> str:
 
 
 def register_web(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("web", help="a page to draw pictures and chat about them (needs the extra `web`)")
-    add_model(parser)
-    parser.add_argument("--name", help="heading of the page (default: the name of DIR)")
-    parser.add_argument(
-        "--question",
-        action="append",
-        metavar="TEXT",
-        help="a question to choose with one click; repeat the option for several (default: those in the card of DIR)",
+    parser = commands.add_parser(
+        "web",
+        help="show a page to draw or drop images and chat about them (needs the extra `web`)",
+        description="Shows a web page on which visitors draw or drop images, ask about them, and see where the model "
+        "looked. The page has no passwords and no encryption: put a proxy in front of it before others reach it.",
+        usage="%(prog)s MODEL [options]",
     )
-    canvas = "size of the canvas in pixels (default: what the model reads, times a whole number)"
-    parser.add_argument("--canvas", type=_size, metavar="WxH", help=canvas)
-    colours = "default: white on black for pictures below 64 pixels, else black on white"
-    parser.add_argument("--ink", metavar="COLOUR", help=f"colour of lines, as in CSS ({colours})")
-    parser.add_argument("--paper", metavar="COLOUR", help="colour of the canvas")
-    add_answers(parser)
+    add_model(parser)
     _add_listening(parser, port=7860)
+    page = parser.add_argument_group("page")
+    page.add_argument("--name", metavar="TEXT", help="heading of the page (default: the last part of MODEL)")
+    question = (
+        "a question that visitors choose with one click; repeat the option for several (default: the questions in the "
+        "model card)"
+    )
+    page.add_argument("--question", action="append", metavar="TEXT", help=question)
+    canvas = "width and height of the canvas in pixels (default: a multiple of the image size that the model reads)"
+    page.add_argument("--canvas", type=_size, metavar="WxH", help=canvas)
+    ink = "colour of lines, as in CSS (default: white if the model reads images below 64 pixels, else black)"
+    page.add_argument("--ink", metavar="COLOUR", help=ink)
+    paper = "colour of the canvas (default: black if the model reads images below 64 pixels, else white)"
+    page.add_argument("--paper", metavar="COLOUR", help=paper)
+    add_answers(parser)
+    add_loading(parser)
     parser.set_defaults(run=run_web, image=None)
 
 
@@ -117,9 +139,9 @@ def run_web(arguments: argparse.Namespace) -> None:
         from ..serving.web import build_page
     except ImportError as error:
         raise ImportError("The page needs Gradio: run `pip install 'gradio>=6.10,<7'`.") from error
-    # Gradio binds the port itself, after the model is loaded. Until then this one holds it, and on Linux until Gradio
-    # has it too: there a port that nobody listens on can be bound twice by name, but is not given to others that ask
-    # for a free one.
+    # Gradio binds the port itself, but only after the model is loaded. Until then this socket holds the port, so that
+    # an error comes before loading. On Linux the socket stays open while Gradio binds the port a second time, which
+    # Linux allows as long as nobody listens on it. So no other program that asks for a free port gets it in between.
     with bind(arguments.host, arguments.port) as listener:
         print(f"Loading {arguments.model}", flush=True)
         model, processor, _ = load_model_and_images(arguments)
@@ -146,26 +168,31 @@ def run_web(arguments: argparse.Namespace) -> None:
             listener.close()
             print(f"Ready: {address_of(arguments.host, port)} shows {arguments.model}. Stop with Ctrl-C.", flush=True)
             page.block_thread()
-        except KeyboardInterrupt:  # Gradio catches it only inside `block_thread`
+        except KeyboardInterrupt:  # outside of `block_thread`, Gradio does not catch it
             pass
         finally:
             page.close(verbose=False)
 
 
 def _add_listening(parser: argparse.ArgumentParser, port: int) -> None:
-    parser.add_argument("--host", default="localhost", help="address to listen on (default: localhost)")
-    add_number(parser, "--port", port, "port to listen on; 0 takes a free one", least=0)
-    store = "memory to keep encoded images for later questions, in MiB; 0 turns this off"
+    host = "address to listen on; 0.0.0.0 lets other machines connect (default: localhost)"
+    parser.add_argument("--host", default="localhost", metavar="HOST", help=host)
+    add_number(parser, "--port", port, "port to listen on; 0 takes a free port", least=0)
+    store = "memory for encoded images, so that later questions about them start sooner, in MiB; 0 keeps none"
     add_number(parser, "--image-store", 1024, store, metavar="MIB", least=0)
 
 
 def address_of(host: str, port: int) -> str:
-    """The web address of a host. An IPv6 address stands in brackets: `http://[::1]:8000`."""
+    """Returns the web address of a host and a port. An IPv6 address gets brackets: `http://[::1]:8000`."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Binds a port; 0 takes a free one. Raises a `ValueError` if the address is not ours, or the port is in use."""
+    """Binds a port, or a free one for 0.
+
+    Raises:
+        ValueError: if `host` is no address of this machine, or if the port is in use.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

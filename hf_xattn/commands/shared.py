@@ -1,4 +1,7 @@
-"""What several commands share: options, loading of a model with its processor and images, what they write and print."""
+"""Helpers that several commands share.
+
+They add options to a parser, load a model with its processor and images, save a model, and print what its blocks add.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,28 @@ if TYPE_CHECKING:
     from ..modeling_xattn import XAttnForConditionalGeneration
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+PICTURES = "folder that the file names of images are relative to (default: the folder of SOURCE)"  # help of an option
 
 
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that `hub_options` reads."""
-    parser.add_argument("--trust-remote-code", action="store_true", help="run custom code that a checkpoint contains")
+def add_trust(parser: argparse._ActionsContainer) -> None:
+    """Adds `--trust-remote-code`, which `hub_options` reads."""
+    trust = "run Python code that comes with a checkpoint; allow it only if you trust the checkpoint"
+    parser.add_argument("--trust-remote-code", action="store_true", help=trust)
 
 
 def hub_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns keyword arguments of every `from_pretrained`: here and elsewhere, `hub`."""
+    """Returns keyword arguments for every `from_pretrained`. All commands call them `hub`."""
     return {"trust_remote_code": arguments.trust_remote_code}
 
 
-def add_device(parser: argparse.ArgumentParser, default: str = "auto") -> None:
-    """Adds the option that `device_of` reads."""
-    told = f"auto (a GPU if there is one), cpu, cuda, cuda:1, mps, xpu, ... (default: {default})"
-    parser.add_argument("--device", default=default, help=told)
+def add_device(parser: argparse._ActionsContainer, default: str = "auto") -> None:
+    """Adds `--device`, which `device_of` reads."""
+    told = "where the model runs: auto (a GPU if there is one, else the CPU), cpu, cuda, cuda:1, mps, xpu, ..."
+    parser.add_argument("--device", default=default, help=f"{told} (default: {default})")
 
 
-def device_of(name: str) -> Any:  # mypy knows no `to` of a model that takes a name
-    """Returns the device that `--device` names. Raises torch's error for one that this machine does not have."""
+def device_of(name: str) -> Any:  # not `str`: mypy does not know that `model.to` takes a name
+    """Returns the device that `--device` names. Raises torch's error if this machine does not have the device."""
     import torch
 
     if name == "auto":
@@ -46,16 +51,21 @@ def device_of(name: str) -> Any:  # mypy knows no `to` of a model that takes a n
 
 
 def add_answers(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that `answer_options` reads."""
-    parser.add_argument("--system", metavar="TEXT", help="a system message")
-    add_number(parser, "--max-new-tokens", 256, "maximum number of tokens in an answer")
-    temperature = "0 always takes the most likely token (default: the model's generation settings)"
-    add_number(parser, "--temperature", None, temperature, float, "X", least=0)
-    parser.add_argument("--seed", type=int, help="makes sampled answers repeatable")
+    """Adds the options that set how a chat answers. `answer_options` reads those of `generate`."""
+    answers = parser.add_argument_group("answers")
+    answers.add_argument("--system", metavar="TEXT", help="system message of the conversation (default: none)")
+    add_number(answers, "--max-new-tokens", 256, "maximum number of tokens in an answer")
+    temperature = (
+        "temperature of sampling; with 0 the model always takes the most likely token (default: the model's generation "
+        "settings)"
+    )
+    add_number(answers, "--temperature", None, temperature, float, "X", least=0)
+    seed = "seed of sampling, with which sampled answers can be repeated (default: random)"
+    answers.add_argument("--seed", type=int, metavar="N", help=seed)
 
 
 def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns keyword arguments of `generate`."""
+    """Returns keyword arguments of `generate`, from the options of `add_answers`."""
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens}
     if arguments.temperature is not None:
         options["do_sample"] = arguments.temperature > 0
@@ -73,7 +83,7 @@ def add_number(
     metavar: str = "N",
     least: float = 1,
 ) -> None:
-    """Adds an option that is a number, of which `least` is the smallest. The help ends with the default, if any."""
+    """Adds an option that is a number of at least `least`. Its help is `told`, and behind it the default, if any."""
 
     def number(text: str) -> float:
         if not least <= (value := kind(text)) < math.inf:
@@ -86,12 +96,13 @@ def add_number(
 
 
 def add_images(parser: argparse._ActionsContainer, required: bool = False) -> None:
-    told = "an image; repeat the option for several images"
+    """Adds `--image`, whose files `load_model_and_images` reads."""
+    told = "image file; repeat the option for several images"
     parser.add_argument("--image", action="append", required=required, metavar="FILE", help=told)
 
 
 class _Once(argparse.Action):
-    """Refuses an option that is given again: of two sources argparse would keep the last one."""
+    """Refuses an option that is given twice. argparse would keep the last value without a word."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if (first := getattr(namespace, self.dest)) is not None:
@@ -100,22 +111,30 @@ class _Once(argparse.Action):
 
 
 def add_data(parser: argparse.ArgumentParser, told: str, **options: Any) -> None:
-    """Adds the options that name a source of rows."""
+    """Adds `--data` and `--pictures`, which name a source of rows. `told` is the help of `--data`."""
     parser.add_argument("--data", required=True, metavar="SOURCE", help=told, **{"action": _Once, **options})
-    pictures = "where names of pictures begin (default: the folder of the source)"
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=pictures)
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=PICTURES)
 
 
-def add_model(parser: argparse.ArgumentParser, device: str = "auto") -> None:
-    """Adds the options that `load_model_and_images` reads, except `--image`."""
-    parser.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES)
-    add_device(parser, device)
-    add_trust(parser)
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds the name of the model."""
+    parser.add_argument("model", metavar="MODEL", help="a model with blocks: a folder or a Hub id")
+
+
+def add_loading(parser: argparse.ArgumentParser, device: str = "auto") -> None:
+    """Adds the options that say how a model is loaded. They come last in the help."""
+    loading = parser.add_argument_group("loading")
+    dtype = "dtype of the weights (default: auto, the dtype in which they were saved)"
+    loading.add_argument("--dtype", default="auto", choices=DTYPES, help=dtype)
+    add_device(loading, device)
+    add_trust(loading)
 
 
 def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForConditionalGeneration, Any, list[Image]]:
-    """Loads a model, its processor, or its tokenizer if it has no processor, and the images of `--image`."""
+    """Loads a model, its processor, and the images of `--image`.
+
+    A model without a processor is returned with its tokenizer in place of the processor.
+    """
     device = device_of(arguments.device)
     from transformers import AutoModelForImageTextToText
 
@@ -136,8 +155,12 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
 
 
 def check_images(model: str, processor: Any) -> None:
+    """Raises a `ValueError` for a processor that cannot read images. `model` names the model in the message."""
     if getattr(processor, "image_processor", None) is None:
-        raise ValueError(f"{model} cannot read images: it was saved without an image processor.")
+        raise ValueError(
+            f"{model} cannot read images: it was saved without an image processor. Save its processor "
+            "(`processor.save_pretrained`) into its folder."
+        )
 
 
 def load_processor(name: str, **hub: Any) -> Any:
@@ -157,7 +180,7 @@ def load_processor(name: str, **hub: Any) -> Any:
 
 
 def load_shapes(name: str, **hub: Any) -> XAttnForConditionalGeneration:
-    """Builds a saved model on the meta device. Reads only the configuration. Errors as [`check_model`]."""
+    """Builds a saved model on the meta device, from its configuration alone. Raises the errors of [`check_model`]."""
     check_model(name, **hub)
     import torch
 
@@ -170,7 +193,12 @@ def load_shapes(name: str, **hub: Any) -> XAttnForConditionalGeneration:
 
 
 def check_model(name: str, **hub: Any) -> None:
-    """Raises a `ValueError` for a model without blocks, and an error for a name that is no folder and no Hub id."""
+    """Checks that a name is that of a model with blocks.
+
+    Raises:
+        ValueError: for a model without blocks.
+        OSError: for a name that is neither a folder nor a Hub id.
+    """
     from transformers import AutoConfig
 
     from ..checkpoints.gguf_files import is_gguf_path
@@ -183,12 +211,12 @@ def check_model(name: str, **hub: Any) -> None:
         kind = f"a {config.model_type!r} model"
     raise ValueError(
         f"Expected a model with cross-attention blocks, got {name}, {kind} without cross-attention blocks. Run "
-        f"`hf-xattn retrofit {name} --vision VISION_MODEL --output DIR` first."
+        f"`hf-xattn retrofit {name} --vision TOWER --output DIR` first."
     )
 
 
 def _with_images_at_markers(processor: Any, model: XAttnForConditionalGeneration) -> Any:
-    """Makes an `IdeficsProcessor` an [`XAttnProcessor`], which follows markers."""
+    """Replaces an `IdeficsProcessor` by an [`XAttnProcessor`], which puts images where the markers stand in a text."""
     if type(processor).__name__ != "IdeficsProcessor":
         return processor
     from ..processing_xattn import XAttnProcessor
@@ -203,7 +231,7 @@ def _with_images_at_markers(processor: Any, model: XAttnForConditionalGeneration
 
 
 def images_alone(processor: Any) -> Any:
-    """An [`XAttnProcessor`]: other processors make other inputs of images without text."""
+    """Returns an [`XAttnProcessor`] for images without text, of which other processors make other inputs."""
     from ..processing_xattn import XAttnProcessor
 
     if isinstance(processor, XAttnProcessor):
@@ -212,21 +240,30 @@ def images_alone(processor: Any) -> Any:
 
 
 def new_folder(folder: Path) -> Path:
-    """Returns a folder that is new or empty. Raises a `ValueError` for any other."""
+    """Returns `folder`. Raises a `ValueError` if it exists and is not an empty folder."""
     from ..utils.whole_folder import is_free
 
     if not is_free(folder):
-        raise ValueError(f"`--output` must be new or empty, got {folder}, which is not an empty folder.")
+        raise ValueError(
+            f"`--output` must be new or empty, got {folder}, which is not an empty folder. Choose another folder."
+        )
     return folder
 
 
 def read_processor(
     text: str, vision: str | None, output: Path, *, image_token_id: int | None = None, **load_kwargs: Any
 ) -> Any:
-    """Reads the tokenizer of a text model and the image processor of a vision model. Prints which of them is missing.
+    """Reads the tokenizer of a text model and the image processor of a vision tower. Prints which of them is missing.
 
-    Returns an [`XAttnProcessor`], the tokenizer if there is no image processor, or None if there is no tokenizer.
-    `output` is the folder that it goes to, for a message. `load_kwargs` may hold `gguf_file`, for the tokenizer.
+    Args:
+        text (`str`): the text model: a folder, a GGUF file or a Hub id.
+        vision (`str`, *optional*): the vision tower: a folder or a Hub id.
+        output (`Path`): the folder that the processor will be saved to. A message names it.
+        image_token_id (`int`, *optional*): id of the marker, if the tokenizer has one.
+        load_kwargs: keyword arguments of `from_pretrained`. `gguf_file` is for the tokenizer alone.
+
+    Returns:
+        an [`XAttnProcessor`], the tokenizer if there is no image processor, or None if there is no tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -261,7 +298,7 @@ def read_processor(
 def _read(auto_class: Any, source: str, what: str, where: str, load_kwargs: dict[str, Any]) -> Any:
     try:
         return auto_class.from_pretrained(source, **load_kwargs)
-    except json.JSONDecodeError:  # it is there, but damaged
+    except json.JSONDecodeError:  # the file is there, but damaged
         raise
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
@@ -270,7 +307,10 @@ def _read(auto_class: Any, source: str, what: str, where: str, load_kwargs: dict
 
 
 def save_model(model: XAttnForConditionalGeneration, processor: Any, output: Path, **options: Any) -> None:
-    """Saves a model, with its processor if there is one, whole or not at all, and prints what its blocks add."""
+    """Saves a model and its processor, if there is one, and prints what the blocks add.
+
+    If an error ends the save, nothing is written. `options` are those of `save_pretrained`.
+    """
     from ..utils.whole_folder import WholeFolder
 
     with WholeFolder(output) as folder:
@@ -281,7 +321,7 @@ def save_model(model: XAttnForConditionalGeneration, processor: Any, output: Pat
 
 
 def print_report(model: XAttnForConditionalGeneration) -> None:
-    """Prints what the model's blocks add, one figure a line."""
+    """Prints what the blocks of a model add: one figure in each line."""
     from ..checkpoints.model_card import describe
 
     for name, value in describe(model).items():

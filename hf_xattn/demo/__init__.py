@@ -1,6 +1,7 @@
-"""The demos, which work offline: a tiny model reads handwritten digits, or a language model sees photographs.
+"""The two demos, which work offline: a tiny model reads handwritten digits, or a text model sees photographs.
 
-Only parts of the second one are here: `hf_xattn/commands/demo_photographs.py` runs it.
+The second demo runs the commands of the package, so it is in `hf_xattn/commands/demo_photographs.py`. Only its data and
+its vision tower are here.
 """
 
 from .canvases import PROMPT

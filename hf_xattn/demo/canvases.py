@@ -1,7 +1,7 @@
-"""The demo of digits: its canvases, and the text-only decoder and the vision tower that it starts from.
+"""Makes what the demo of digits starts from: its canvases, a tiny text model, and a small vision tower.
 
-One to three real handwritten digits (scikit-learn's `load_digits`) stand on a canvas. They are split before they are
-placed: no digit image is in both a training canvas and a held-out canvas.
+A canvas is an image with one to three real handwritten digits (scikit-learn's `load_digits`). The digit images are
+split before they are placed, so no digit image is in both a training canvas and a held-out canvas.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEIGHT, WIDTH = 2 * PATCH, 6 * PATCH
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PLACES = ("first", "second", "third")
 PROMPT = "digits :"
-# Renders a chat like a training sentence: the question `digits :`, the answer, and the EOS token.
+# The chat template renders a chat as a training sentence: the question `digits :`, the answer, and the EOS token.
 CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
 {%- generation -%}{{- message.content ~ ' ' ~ eos_token ~ ' ' -}}{%- endgeneration -%}
@@ -87,7 +87,7 @@ def sentence(digits: list[int]) -> str:
 
 
 def to_pixel_values(canvas: Canvas) -> torch.Tensor:
-    """Returns `(1, 3, 20, 60)` in [-1, 1], the same values as the demo's image processor."""
+    """Returns the pixels of a canvas as `(1, 3, 20, 60)` in [-1, 1], as the demo's image processor does."""
     pixels = torch.from_numpy(canvas.pixels.astype(np.float32)) / 255
     return ((pixels - 0.5) / 0.5).expand(1, 3, -1, -1)
 
@@ -98,7 +98,9 @@ def picture_of(canvas: Canvas) -> Image.Image:
 
 
 def patch_labels(canvas: Canvas) -> torch.Tensor:
-    """Returns labels `(2, 12)` for the patches: the digit (10 for background), and its place from the left (or 3)."""
+    """Returns labels `(2, 12)` for the patches: the digit (10 for background), and its place from the left (3 for
+    background).
+    """
     labels = torch.stack([torch.full((HEIGHT // PATCH, WIDTH // PATCH), nothing) for nothing in (10, 3)])
     for place, (digit, (row, column)) in enumerate(zip(canvas.digits, canvas.corners)):
         labels[:, row // PATCH, column // PATCH] = torch.tensor([digit, place])
@@ -137,7 +139,7 @@ class CanvasDataset(torch.utils.data.Dataset):
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch uses one thread: with small tensors, more are several times slower on busy cores."""
+    """Context in which torch uses one thread. With small tensors, several threads are slower on busy cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -147,7 +149,7 @@ def one_thread() -> Iterator[None]:
 
 
 def optimize(parameters, steps: int, rate: float, loss_of_step, name: str) -> None:
-    """AdamW with warm-up in a tenth of the steps, and a progress bar."""
+    """Trains with AdamW, with warm-up in the first tenth of the steps, and shows a progress bar."""
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=rate, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
@@ -233,7 +235,9 @@ def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int)
         canvases = [pool.canvas(np.random.default_rng((seed, 2, step, row))) for row in range(64)]
         pixel_values = torch.cat([to_pixel_values(canvas) for canvas in canvases])
         labels = torch.stack([patch_labels(canvas) for canvas in canvases], dim=1)
-        patches = tower(pixel_values=pixel_values).last_hidden_state[:, 1:].flatten(0, 1)  # without the class token
+        patches = (
+            tower(pixel_values=pixel_values).last_hidden_state[:, 1:].flatten(0, 1)
+        )  # [:, 1:] leaves the class token out
         losses = [
             torch.nn.functional.cross_entropy(head(patches), label.flatten(), weight=weight)
             for head, label, weight in zip(heads, labels, weights)

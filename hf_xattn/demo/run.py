@@ -1,6 +1,6 @@
-"""The demo with a text model of its own: its stages, its figures, and what it leaves behind.
+"""Runs the demo with a text model of its own: its stages, its figures, and the files that it leaves.
 
-It draws where the model looked. That is attention, not an explanation.
+It draws where the model looked. This is the attention of the blocks, and no explanation of an answer.
 """
 
 from __future__ import annotations
@@ -51,16 +51,18 @@ from .canvases import (
 
 MARK = "made-by-hf-xattn-demo"  # a file that marks a folder of the demo, which a later run may overwrite
 SHARES = ("right", "attention", "accuracy")  # names of figures that are shares
-# Of the sheets of canvases, in pixels.
+# Size of a canvas in a sheet, in pixels.
 SCALED = 5 * WIDTH, 5 * HEIGHT
 SPACE, LINE = 10, 20
 Cell = tuple[Image.Image, str, bool]  # a canvas, the words below it, and whether they are right
 
 
-@one_thread()  # of tensors this small
+@one_thread()  # which is faster for tensors this small
 def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False) -> dict[str, Any]:
-    """Trains a text-only model and a small vision tower, retrofits the text model, trains what was added, and reads
-    held-out canvases of digits.
+    """Runs the demo of digits.
+
+    It trains a tiny text model and a small vision tower, retrofits the text model, trains the blocks and the connector,
+    and reads held-out canvases with digits.
 
     Args:
         output (`str` or `Path`): folder for the checkpoints `text`, `vision` and `model`, the examples and the picture.
@@ -71,7 +73,7 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
         `dict`: the figures of the printed table, which are also saved to `results.json`.
 
     Raises:
-        ValueError: if `output` is a file, or a folder with files of something else.
+        ValueError: if `output` is a file, or a folder with files that no demo has written.
         ImportError: if scikit-learn is not installed.
     """
     start = time.perf_counter()
@@ -134,7 +136,7 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
 
 
 def _train(model, dataset: CanvasDataset, output: Path, seed: int) -> Trainer:
-    """Trains the blocks and the connector with transformers' `Trainer`. Text model and tower are frozen."""
+    """Trains the blocks and the connector with `Trainer`. The text model and the vision tower are frozen."""
     freeze_base(model)
     arguments = TrainingArguments(
         output_dir=str(output / "trainer"),
@@ -158,7 +160,7 @@ def _train(model, dataset: CanvasDataset, output: Path, seed: int) -> Trainer:
 
 @torch.no_grad()
 def _same_as_base(model, output: Path, tokenizer) -> bool:
-    """Whether the text-only logits are those of the base checkpoint, bit for bit."""
+    """Whether the logits of texts without images are those of the text model's checkpoint, bit for bit."""
     base = AutoModelForCausalLM.from_pretrained(output / "text").eval()
     batch = tokenizer([sentence([1, 2, 3]), sentence([7])], padding=True, return_tensors="pt")
     batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
@@ -169,7 +171,9 @@ def _same_as_base(model, output: Path, tokenizer) -> bool:
 
 
 def _read(model, processor, canvases: list[Canvas], pictures: list | None) -> list[list[str]]:
-    """Returns the words that a model generates for each canvas, without the prompt."""
+    """Returns the words that a model generates for each canvas, without the prompt. `pictures` None asks without
+    images.
+    """
     said = []
     for start in range(0, len(canvases), 100):
         texts = [PROMPT] * len(canvases[start : start + 100])
@@ -211,9 +215,11 @@ def _print_results(results: dict[str, Any], output: Path) -> None:
 
 
 def prepared(output: Path) -> Path:
-    """Makes the demo's folder. Raises a `ValueError` for a file, or a folder with files of something else."""
+    """Makes the folder of a demo. Raises a `ValueError` for a file, and for a folder with files that no demo has
+    written.
+    """
     if output.exists() and not output.is_dir():
-        raise ValueError(f"`output` ({output}) must be a folder, got a file.")
+        raise ValueError(f"`output` ({output}) must be a folder, got a file. Choose another name.")
     if output.is_dir() and any(output.iterdir()) and not (output / MARK).exists():
         raise ValueError(
             f"`output` ({output}) must be a new folder, an empty one or one of the demo, got a folder with other files."
@@ -224,7 +230,7 @@ def prepared(output: Path) -> Path:
 
 
 def save_examples(output: Path, pictures: Mapping[str, Image.Image]) -> None:
-    """Saves pictures under their names, in place of those of an earlier run."""
+    """Saves pictures under their names. The pictures of an earlier run are removed."""
     folder = output / "examples"
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.png"):
@@ -234,7 +240,7 @@ def save_examples(output: Path, pictures: Mapping[str, Image.Image]) -> None:
 
 
 def example_images(output: str | Path) -> list[Path]:
-    """Returns the held-out pictures that a demo saved. The name of a canvas holds its digits."""
+    """Returns the files of the held-out pictures that a demo has saved. The name of a canvas holds its digits."""
     return sorted((Path(output) / "examples").glob("*.png"))
 
 
@@ -243,7 +249,7 @@ def say(text: str) -> None:
 
 
 def shown(name: str, value: Any) -> str:
-    """A figure as the table shows it."""
+    """Returns a figure as the table shows it."""
     if isinstance(value, float):
         return f"{value:.1%}" if any(word in name for word in SHARES) else f"{value:.1f}"
     return {True: "yes", False: "NO"}[value] if isinstance(value, bool) else str(value)
@@ -256,11 +262,13 @@ def print_table(results: dict[str, Any]) -> None:
 
 
 def attention_on_digits(model, processor, canvases: list[Canvas], pictures: list) -> dict[str, float]:
-    """Measures how much of the attention lies on the patch of the digit that is being named.
+    """Measures how much of the attention lies on the patch of a digit while the model chooses its word.
 
-    A digit is named at the position in front of its word. Digits that the model gets wrong count too.
+    The word is chosen at the position in front of it. Digits that the model gets wrong count, too.
 
-    Returns the share for each block, mean over digits and heads, and the share of a patch if the attention were even.
+    Returns:
+        `dict`: the share for each block, as a mean over digits and heads, and the share that a patch would get from
+        even attention.
     """
     shares: dict[int, list[float]] = {}
     tokens = 0
@@ -284,13 +292,13 @@ def _maps(model, processor, pictures: list) -> AttentionMaps:
 
 
 def _naming(maps: AttentionMaps, canvas: Canvas) -> list[int]:
-    """Positions that choose the words of the digits: `digits : first [seven] second [two]`."""
+    """Returns the positions at which the words of the digits are chosen: `digits : first [seven] second [two]`."""
     last = maps.tokens.shape[1] - 1
     return [min(maps.num_given + 2 * place, last) for place in range(len(canvas.digits))]
 
 
 def draw_answers(path: Path, canvases: list[Canvas], pictures: list, readings: list[list[str]]) -> None:
-    """Draws eight canvases with the words that the model read."""
+    """Draws eight canvases with the words that the model has read on them."""
     cells = []
     for canvas, picture, words in zip(canvases[:8], pictures, readings):
         right = words[1::2] == [WORDS[digit] for digit in canvas.digits]
@@ -299,7 +307,7 @@ def draw_answers(path: Path, canvases: list[Canvas], pictures: list, readings: l
 
 
 def draw_attention(path: Path, model, processor, canvases: list[Canvas], pictures: list) -> None:
-    """Draws three canvases with three digits, once for each word: the brighter a patch, the more attention it gets."""
+    """Draws three canvases with three digits each, once for each word. A brighter patch gets more attention."""
     chosen = [index for index, canvas in enumerate(canvases) if len(canvas.digits) == 3][:3] or [0]
     maps = _maps(model, processor, [pictures[index] for index in chosen])
     rows: list[list[Cell]] = []
@@ -318,7 +326,7 @@ def _scaled(picture: Image.Image) -> Image.Image:
 
 
 def _draw(path: Path, rows: list[list[Cell]]) -> None:
-    """Saves a sheet of scaled canvases, each above a text, which is red if it is wrong."""
+    """Saves a sheet of scaled canvases. The text below each of them is red if it is wrong."""
     width, height = SCALED[0] + SPACE, SCALED[1] + LINE + SPACE
     sheet = Image.new("RGB", (max(map(len, rows)) * width + SPACE, len(rows) * height + SPACE), "white")
     pen = ImageDraw.Draw(sheet)

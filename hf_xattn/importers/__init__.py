@@ -1,4 +1,6 @@
-"""Converts checkpoints of other vision-language models with cross-attention to this package, and Mllama's back."""
+"""Converts checkpoints of other vision-language models with cross-attention to this package, and its models to
+Mllama's format.
+"""
 
 from .checkpoints import convert_checkpoint, import_checkpoint
 from .mllama import export_checkpoint

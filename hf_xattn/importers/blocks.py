@@ -1,4 +1,4 @@
-"""Loads cross-attention blocks from a state dict that holds neither the whole text decoder nor the vision tower."""
+"""Loads cross-attention blocks from a state dict, which holds neither a whole text model nor a vision tower."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .conversion import block_name, fits
 
 
 def shape_of(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...]:
-    """The shape of a tensor. Raises a `ValueError` if there is none of that name."""
+    """Returns the shape of a tensor. Raises a `ValueError` if there is no tensor of that name."""
     if name not in state:
         raise ValueError(f"`state_dict` holds no {name}.")
     return tuple(state[name].shape)
@@ -39,9 +39,11 @@ def unwrapped(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def read_state_dict(file: str | Path) -> dict[str, torch.Tensor]:
-    """Reads a state dict from a .safetensors file or a file of `torch.save`. Runs no code from the file.
+    """Reads a state dict from a .safetensors file or a file of `torch.save`. No code in the file runs.
 
-    Raises torch's error for a file that it cannot read, and a `ValueError` if the file holds something else.
+    Raises:
+        pickle.UnpicklingError: for a file of `torch.save` that holds code or is damaged, among other errors of torch.
+        ValueError: for a file that holds something else than a state dict of tensors.
     """
     path = Path(file)
     if path.suffix == ".safetensors":
@@ -61,12 +63,16 @@ def read_state_dict(file: str | Path) -> dict[str, torch.Tensor]:
 def language_weights(
     text: PreTrainedModel, state: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], PreTrainedConfig]:
-    """The weights of a language model in a state dict, and its configuration with their number of embeddings.
+    """Checks the weights of a text model that a state dict holds.
 
-    Raises a `ValueError` for names that `text` does not have, or shapes that differ in more than the vocabulary size.
+    Returns:
+        the weights, and the configuration of `text` with as many embeddings as the state dict has.
+
+    Raises:
+        ValueError: for names that `text` does not have, and for shapes that differ in more than the vocabulary size.
     """
     own, everything = dict(text.named_parameters(remove_duplicate=False)), text.state_dict()
-    # The embedding and the head, whose bias also has one number for each token (GPT-J).
+    # Tensors with one row for each token: the embedding, and the head with its bias (GPT-J has one).
     tables = {
         weight.data_ptr()
         for part in (text.get_input_embeddings(), text.get_output_embeddings())
@@ -80,7 +86,7 @@ def language_weights(
         if name not in everything and not is_old_buffer:
             raise ValueError(f"`state_dict` holds {name}, which `text` ({type(text).__name__}) does not have.")
         if is_old_buffer or (name not in own and not everything[name].is_floating_point()):
-            continue  # computed. Other buffers are learned without a gradient, such as the balance of experts
+            continue  # a buffer that is computed. Others are learned without a gradient, such as the balance of experts
         there = everything[name]
         grows = there.data_ptr() in tables
         if not tensor.is_floating_point():
@@ -88,7 +94,7 @@ def language_weights(
         if tensor.shape[grows:] != there.shape[grows:]:
             raise ValueError(
                 f"`state_dict` holds {name} of shape {tuple(tensor.shape)}, but `text` ({type(text).__name__}) has "
-                f"shape {tuple(there.shape)}. The state dict belongs to another language model."
+                f"shape {tuple(there.shape)}. The state dict belongs to another text model: pass that one."
             )
         other, first = found.setdefault(there.data_ptr(), (name, tensor))
         if first is not tensor and not torch.equal(first, tensor):
@@ -108,7 +114,11 @@ def language_weights(
 
 
 def block_tensors(text: PreTrainedModel, blocks: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors of blocks, by places in the decoder, under their parameter names in the model."""
+    """Returns the tensors of blocks under their parameter names in the model.
+
+    Args:
+        blocks: the state dict of each block, by the layer that the block stands in front of.
+    """
     return {
         f"{place}.{name}": tensor
         for place, block in zip(_block_names(text, list(blocks)), blocks.values())
@@ -117,9 +127,13 @@ def block_tensors(text: PreTrainedModel, blocks: dict[int, dict[str, torch.Tenso
 
 
 def check_parts(config: XAttnConfig, text: PreTrainedModel, parts: dict[str, torch.Tensor]) -> None:
-    """Checks that tensors, by parameter name, are all blocks and, for a model with a vision tower, the connector.
+    """Checks, before a model is built, that tensors are exactly those of its blocks and its connector.
 
-    Raises a `ValueError` for missing or unknown tensors, or tensors of a wrong shape, before the model is built.
+    Args:
+        parts: the tensors, by parameter name. A model without a vision tower has no connector.
+
+    Raises:
+        ValueError: for tensors that are missing, unknown, or of a wrong shape.
     """
     modules: dict[str, torch.nn.Module] = {}
     with torch.device("meta"):
@@ -144,7 +158,7 @@ def check_parts(config: XAttnConfig, text: PreTrainedModel, parts: dict[str, tor
 
 
 def add_once(block: dict[str, torch.Tensor], key: str, tensor: torch.Tensor, name: str) -> None:
-    """Adds a tensor to its block. Raises a `ValueError` if the state dict holds another one for the same place."""
+    """Adds a tensor to its block. Raises a `ValueError` if the block has other values under that name already."""
     other = block.setdefault(key, tensor)
     if other is not tensor and (other.shape != tensor.shape or not torch.equal(other, tensor.to(other))):
         raise ValueError(f"`state_dict` holds {name} and a tensor of the same block with other values, for {key}.")
@@ -152,7 +166,7 @@ def add_once(block: dict[str, torch.Tensor], key: str, tensor: torch.Tensor, nam
 
 @torch.no_grad()
 def load_parts(model: XAttnForConditionalGeneration, parts: dict[str, torch.Tensor]) -> None:
-    """Copies tensors into the model, by name. Shapes may differ by axes of size 1."""
+    """Copies tensors into the model, by parameter name. Shapes may differ by axes of size 1."""
     own = model.state_dict()
     for name, tensor in parts.items():
         own[name].copy_(tensor.reshape(own[name].shape))
@@ -161,10 +175,16 @@ def load_parts(model: XAttnForConditionalGeneration, parts: dict[str, torch.Tens
 def block_options(
     state: dict[str, torch.Tensor], names: dict[str, str], num_heads: int, head_dim: int, **options: Any
 ) -> CrossAttentionConfig:
-    """Makes a [`CrossAttentionConfig`] from the shapes of one block's tensors, and further fields.
+    """Makes a [`CrossAttentionConfig`] from the shapes of a block's tensors.
 
-    `names` are those of the projections `q`, `k` and `down`. The shapes give only the product of the heads' number and
-    width. Raises a `ValueError` if the heads do not fit.
+    The shapes give only the product of the number and the width of the heads, so both are arguments.
+
+    Args:
+        names: names of the weights of the projections, by `q`, `k` and `down`.
+        options: further fields of the configuration.
+
+    Raises:
+        ValueError: if the heads do not fit the shapes.
     """
     inner, hidden = shape_of(state, names["q"])
     keys, context = shape_of(state, names["k"])

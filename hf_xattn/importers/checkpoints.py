@@ -1,4 +1,4 @@
-"""Imports whole checkpoints."""
+"""Imports whole checkpoints: the weights are converted file by file, so the model need not fit into memory."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from .conversion import (
 )
 
 
-# By `model_type` of the source.
+# The function that makes the recipe, by the `model_type` of the source.
 RECIPES: dict[str, Callable[..., Recipe]] = {"idefics": idefics.recipe, "mllama": mllama.recipe}
 
 
 def convert_checkpoint(source: str | Path, output: str | Path) -> None:
     """Converts a vision-language checkpoint with cross-attention to a checkpoint of this package.
 
-    Checks names, shapes and completeness before it writes anything. Then converts the weights file by file, so that
-    one file of the source has to fit into memory, not the model.
+    The names and shapes of all weights are checked before anything is written. Then the weights are converted file by
+    file: only one file of the source has to fit into memory, not the model.
 
     Args:
         source (`str` or `Path`): a folder or a Hub id.
-        output (`str` or `Path`): a new or empty folder, which gets all files at once, at the end.
+        output (`str` or `Path`): a new or empty folder. All files appear in it at once, at the end.
 
     Raises:
-        ValueError: if the model type of `source` is not supported, if `source` has no safetensors or has missing,
-            unknown or truncated tensors, or if `output` is not empty.
+        ValueError: for a `source` of a model type that is not supported, without safetensors, or with missing, unknown
+            or truncated tensors; and for an `output` that is not empty.
 
     Example:
 
@@ -88,11 +88,11 @@ def import_checkpoint(
 
     Args:
         source (`str`, `Path` or `PreTrainedModel`): a folder, a Hub id or a loaded model.
-        output (`str` or `Path`, *optional*): a new or empty folder for the result.
+        output (`str` or `Path`, *optional*): a new or empty folder to save the model to.
 
     Returns:
-        [`XAttnForConditionalGeneration`]: the model, in the source's dtype. For one that does not fit into memory use
-        [`convert_checkpoint`], and a `device_map`.
+        [`XAttnForConditionalGeneration`]: the model, in the dtype of the source. If the model does not fit into memory,
+        call [`convert_checkpoint`] in place of this function, and load the result with a `device_map`.
 
     Raises:
         ValueError: as [`convert_checkpoint`].
@@ -117,7 +117,7 @@ def import_checkpoint(
     if output is None:
         with tempfile.TemporaryDirectory() as folder:
             model = import_checkpoint(source, Path(folder) / "model")
-        model.name_or_path = model.config.name_or_path = ""  # the folder is gone: no adapter may name it as its base
+        model.name_or_path = model.config.name_or_path = ""  # the temporary folder is gone, so no adapter may record it
         return model
     convert_checkpoint(source, output)
     return XAttnForConditionalGeneration.from_pretrained(output, dtype="auto")
@@ -133,13 +133,17 @@ def recipe_of(config: PreTrainedConfig) -> Recipe:
 
 
 def _skeleton(config: XAttnConfig) -> XAttnForConditionalGeneration:
-    """A model of shapes and dtypes, without values."""
+    """Returns a model on the meta device: shapes and dtypes without values."""
     with torch.device("meta"):
         return XAttnForConditionalGeneration._from_config(config)
 
 
 def _plan(recipe: Recipe, headers: dict[str, Stored]) -> dict[str, list]:
-    """The target parameters and their shapes for each tensor of the source. Refuses sources that do not fit."""
+    """Returns the target parameters and their shapes for each tensor of the source.
+
+    Raises:
+        ValueError: if the tensors of the source do not fit its configuration.
+    """
     skeleton = _skeleton(recipe.config)
     expected = shapes_of(skeleton)
     dtypes = {name: tensor.dtype for name, tensor in skeleton.state_dict().items()}

@@ -1,6 +1,7 @@
-"""What conversions of checkpoints share: recipes for names and rows, and folders of safetensors, read and written.
+"""Helpers for conversions of checkpoints: recipes, and reading and writing of folders with safetensors files.
 
-A recipe converts one family of checkpoints: it gives the new configuration and the target of each tensor.
+A recipe converts one family of checkpoints. It holds the new configuration, and says which parameter each tensor of the
+source becomes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ LLAMA_FIELDS = """
     vocab_size hidden_size hidden_act num_attention_heads intermediate_size rope_parameters rms_norm_eps
     max_position_embeddings initializer_range use_cache tie_word_embeddings bos_token_id eos_token_id pad_token_id
     """.split()
-# Files that are written anew (weights, index, configuration), and files that are not needed.
+# Files of the source that are not copied: those that are written anew (weights, index, configuration), and those that
+# are not needed.
 NOT_COPIED = ("*.safetensors", "*.index.json", "config.json", "*.bin", "*.pt", "*.pth", "*.md", ".*")
 
 
@@ -48,8 +50,8 @@ class Target(NamedTuple):
 class Recipe(NamedTuple):
     """How to convert one checkpoint.
 
-    `targets` maps the name of a source tensor to its targets, in the order of the rows. It returns an empty list for a
-    tensor that is not needed, and None for a name that the family does not have.
+    `targets` maps the name of a tensor of the source to its targets, in the order of the rows that each target gets.
+    It returns an empty list for a tensor that is not needed, and None for a name that the family does not have.
     """
 
     config: XAttnConfig
@@ -57,7 +59,12 @@ class Recipe(NamedTuple):
 
 
 def block_config(text: Any, **options: Any) -> CrossAttentionConfig:
-    """The configuration of trained blocks that have the sizes of the decoder's own layers, and further fields."""
+    """Returns the configuration of trained blocks with the sizes of the decoder's own layers.
+
+    Args:
+        text: the configuration of the decoder.
+        options: further fields of the new configuration.
+    """
     return CrossAttentionConfig(
         hidden_size=text.hidden_size,
         num_attention_heads=text.num_attention_heads,
@@ -84,13 +91,15 @@ def renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
 
 
 def block_name(layers: str, place: int, num_layers: int) -> str:
-    """The name of the only block in front of layer `place`, or after the last layer if there is none."""
+    """Returns the name of the only block in front of layer `place`. A `place` of `num_layers` means the block after the
+    last layer.
+    """
     before, after = BLOCKS
     return f"{layers}.{place}.{before}" if place < num_layers else f"{layers}.{num_layers - 1}.{after}"
 
 
 def block_names(layers: str, places: list[int], num_layers: int) -> list[str]:
-    """The name of each block. `places` are the `cross_attention_layers` of the configuration."""
+    """Returns the name of each block. `places` are the `cross_attention_layers` of the configuration."""
     names = []
     for index, place in enumerate(places):
         name, here = block_name(layers, place, num_layers), blocks_at(places, place)
@@ -104,13 +113,13 @@ def fits(source: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the tensors in a checkpoint of this model."""
+    """Returns the shapes of the tensors in a checkpoint of this model, by name."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def folder_of(source: str | Path) -> Path:
-    """The folder of a source. Downloads a Hub id."""
+    """Returns the folder of a source. A Hub id is downloaded."""
     folder = Path(source)
     if folder.is_dir():
         if (folder / PEFT_CONFIG).is_file():
@@ -123,15 +132,16 @@ def folder_of(source: str | Path) -> Path:
 
 
 def config_of(folder: Path, headers: dict[str, Stored]) -> PreTrainedConfig:
-    """The configuration in a folder, after its names and its number of layers were checked."""
+    """Returns the configuration in a folder, after a check of its fields and its number of layers."""
     check_layer_count(check_config_file(folder, {}), len(headers), f"{folder / 'config.json'}")
     return AutoConfig.from_pretrained(folder)
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """File, shape and dtype of every tensor in a folder, by name.
+    """Returns the file, the shape and the dtype of every tensor in a folder, by name.
 
-    Raises a `ValueError` if a file is missing, truncated or outside the folder.
+    Raises:
+        ValueError: if a file is missing, truncated or outside of the folder.
     """
     refuse_unfinished(folder)
     files, index = weight_files(folder)
@@ -151,7 +161,7 @@ def read_tensor(folder: Path, headers: dict[str, Stored], name: str) -> torch.Te
 def check_folder(output: str | Path) -> None:
     """Raises a `ValueError` if `output` is a file, or a folder that is not empty."""
     if not is_free(Path(output)):
-        raise ValueError(f"`output` ({output}) exists and is not an empty folder.")
+        raise ValueError(f"`output` ({output}) exists and is not an empty folder. Choose a new folder.")
 
 
 class FolderWriter:
@@ -184,7 +194,11 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 
 def side_files(source: Path) -> list[Path]:
-    """The files that [`copy_side_files`] copies. Refuses links to files elsewhere, which it would publish."""
+    """Returns the files that [`copy_side_files`] copies.
+
+    Raises:
+        ValueError: for a link to a file elsewhere, whose content the copy would publish.
+    """
     files = []
     for path in sorted(source.iterdir()):
         if not path.is_file() or any(path.match(pattern) for pattern in NOT_COPIED):

@@ -1,4 +1,4 @@
-"""Idefics, first version (`IdeficsForVisionText2Text`).
+"""Imports Idefics, the first version (`IdeficsForVisionText2Text`).
 
 Its text model is a Llama with a gated cross-attention layer in front of every `cross_layer_interval`-th layer. Its
 vision tower is CLIP's.
@@ -14,7 +14,8 @@ vision tower is CLIP's.
 | `model.vision_model` | `model.vision_tower` |
 | `model.perceiver_resampler` | `model.connector.layers.0` |
 
-One difference: at a text position that sees no image, Idefics adds the MLP branch. This package adds nothing.
+There is one difference: for a text token that sees no image, Idefics adds the MLP branch of a block. This package adds
+nothing.
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ FAKE_TOKEN, END_OF_UTTERANCE = "<fake_token_around_image>", "<end_of_utterance>"
 
 
 def chat_template(tokenizer: Any, image_token: str) -> str:
-    """The chat template of Idefics' instructed models, as text: transformers' processor has it in code.
+    """Returns the chat template of Idefics' instructed models. In transformers, the processor holds it as code.
 
-    Two images side by side share the token between them, as there. A tokenizer without `<end_of_utterance>`, that of
-    the base models, gets none.
+    As in that code, two images side by side share the token between them. If the tokenizer has no
+    `<end_of_utterance>`, as that of the base models, the template leaves this token out.
     """
     known = tokenizer.get_vocab()
     fake, end = (token if token in known else "" for token in (FAKE_TOKEN, END_OF_UTTERANCE))
@@ -149,6 +150,6 @@ def _targets(interval: int, name: str) -> list[Target] | None:
         part = renamed(name.removeprefix("model.perceiver_resampler."), PERCEIVER_RULES)
         return None if part is None else [Target(f"model.connector.layers.0.{part}")]
     if name.endswith(("rotary_emb.inv_freq", "embeddings.position_ids")):
-        return []  # buffers that older releases saved; the model computes them
+        return []  # buffers that older releases of transformers saved, and that the model computes
     new = renamed(name, RULES)
     return None if new is None else [Target(new)]

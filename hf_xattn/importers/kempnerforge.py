@@ -1,6 +1,7 @@
-"""KempnerForge's cross-attention blocks (`model/cross_attention.py`, architecture "cross_attention").
+"""Imports KempnerForge's cross-attention blocks (`model/cross_attention.py`, architecture "cross_attention").
 
-Names are this package's own; `D` width, `H` query heads, `K` K/V heads, `d` head width, `F` inner width of the MLP.
+The weights have the same names in this package. In the table, `D` is the width of the decoder, `H` the number of query
+heads, `K` the number of K/V heads, `d` the width of a head, and `F` the inner width of the MLP.
 
 | KempnerForge, `cross_attention_layers.<k>.` | shape | here |
 |---|---|---|
@@ -8,12 +9,12 @@ Names are this package's own; `D` width, `H` query heads, `K` K/V heads, `d` hea
 | `attn.q_proj.weight` | (H d, D) | the same |
 | `attn.{k,v}_proj.weight` | (K d, D) | the same |
 | `attn.o_proj.weight` | (D, H d) | the same |
-| `mlp.{gate_proj,up_proj}.weight`, `mlp.down_proj.weight` | (F, D), (D, F) | the same; no `gate_proj` but with SiLU |
+| `mlp.{gate_proj,up_proj}.weight`, `mlp.down_proj.weight` | (F, D), (D, F) | the same; `gate_proj` only with SiLU |
 
-There is no gate. KempnerForge builds the norms of a block with an epsilon of 1e-5, whatever `norm_eps` of its
-configuration says: that one is for the decoder's own norms. Block `k` stands after the decoder's layer `(k + 1) *
-every - 1`, so its index here is `(k + 1) * every`. The image features are the output of KempnerForge's adapter, with
-the decoder's hidden size. Pass them as `cross_attention_states`.
+The blocks have no gate. KempnerForge builds their norms with an epsilon of 1e-5: `norm_eps` of its configuration is for
+the norms of the decoder alone. Block `k` stands behind decoder layer `(k + 1) * every - 1`, so its index here is `(k +
+1) * every`. The image features are the output of KempnerForge's adapter and have the hidden size of the decoder. Pass
+them as `cross_attention_states`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..modeling_xattn import XAttnForConditionalGeneration
 from .blocks import add_once, block_options, block_tensors, check_parts, load_parts, shape_of, unwrapped
 
 
-NORM_EPS = 1e-5  # of every block
+NORM_EPS = 1e-5  # epsilon of the norms in every block
 BLOCK = r"(?:.+\.)?cross_attention_layers\.(\d+)\.(.+)"
 
 
@@ -43,19 +44,22 @@ def import_kempnerforge(
     norm_type: str = "rmsnorm",
     norm_eps: float = NORM_EPS,
 ) -> XAttnForConditionalGeneration:
-    """Puts KempnerForge's blocks into a language model.
+    """Puts KempnerForge's blocks into a text model.
 
     Args:
         state_dict (`dict[str, torch.Tensor]`): state dict of the trained model. Only names under
             `cross_attention_layers` are read.
-        text (`PreTrainedModel`): the decoder as a causal language model of transformers; changed in place.
+        text (`PreTrainedModel`): the decoder, as a causal language model of transformers. It is changed in place.
         num_attention_heads (`int`): number of query heads. The shapes give only its product with the head width.
         every (`int`): `cross_attention_every_n_layers` of KempnerForge's configuration.
-        hidden_act (`str`, *optional*): `activation` of KempnerForge's configuration. Required for blocks without a
-            `gate_proj`, whose tensors do not tell it; blocks with one have SiLU.
+        hidden_act (`str`, *optional*): `activation` of KempnerForge's configuration. It is required for blocks
+            without a `gate_proj`, because their tensors do not show it. Blocks with a `gate_proj` have SiLU.
         norm_type (`str`): `norm_type` of KempnerForge's configuration.
-        norm_eps (`float`, defaults to 1e-5): epsilon of the blocks' norms. Not `norm_eps` of KempnerForge's
-            configuration, which its blocks do not read: change it only for blocks that were built with another one.
+        norm_eps (`float`, defaults to 1e-5): epsilon of the norms in the blocks. It is not `norm_eps` of KempnerForge's
+            configuration, which the blocks do not read. Pass another value only for blocks that were built with it.
+
+    Returns:
+        [`XAttnForConditionalGeneration`]: the model.
 
     Raises:
         ValueError: for missing tensors, tensors of a wrong shape, or a number of blocks that does not fit the decoder.
@@ -74,7 +78,7 @@ def import_kempnerforge(
     if sorted(blocks) != list(range(num_layers // every)):
         raise ValueError(
             f"`state_dict` holds blocks {sorted(blocks)}, but {num_layers} layers with `every={every}` have "
-            f"{num_layers // every}."
+            f"{num_layers // every}. Pass `cross_attention_every_n_layers` of KempnerForge's configuration as `every`."
         )
     config = XAttnConfig(
         text_config=text.config,

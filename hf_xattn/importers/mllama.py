@@ -1,8 +1,8 @@
-"""Llama 3.2 Vision (`MllamaForConditionalGeneration`), and back: models of its shape as Mllama checkpoints.
+"""Imports Llama 3.2 Vision (`MllamaForConditionalGeneration`), and exports models of its shape in its format.
 
-Its text model is one list of layers. Some layers have cross-attention instead of self-attention. The self-attention
-layers alone are a Llama. Each cross-attention layer becomes a block in front of the next self-attention layer. A
-cross-attention layer at the end of the list becomes a block after the last layer.
+The text model of Mllama is one list of layers. Some layers have cross-attention in place of self-attention. The
+self-attention layers alone are a Llama. Each cross-attention layer becomes a block in front of the next self-attention
+layer. A cross-attention layer at the end of the list becomes a block after the last layer.
 
 | Mllama (`language_model.`) | here (`model.text_model.`) |
 |---|---|
@@ -14,10 +14,10 @@ cross-attention layer at the end of the list becomes a block after the last laye
 | several `layers.<cross>` in a row | `...block.0`, `...block.1`, ... |
 | `vision_model`, `multi_modal_projector` | `model.vision_tower`, `model.connector.layers.0` |
 
-One difference: at a text position that sees no image, Mllama adds the attention branch (an average of all image
-tokens). This package adds nothing.
+There is one difference: for a text token that sees no image, Mllama adds the attention branch of a block, which is then
+an average of all image tokens. This package adds nothing.
 
-A model that was imported from Mllama has its shape. A retrofit has it with these options:
+A model that was imported from Mllama has its shape. A retrofitted model has this shape with these options:
 
     retrofit(llama, mllama_vision_model, connector_type="linear", image_visibility="latest_group", image_token_id=...,
              cross_attention={"qk_norm": True, "norm_eps": llama.config.rms_norm_eps})
@@ -92,20 +92,24 @@ RULES = [
 EMBEDDING_OF_MLLAMA = r"(?:model\.)?language_model\.(?:model\.)?embed_tokens\.weight"
 LAYER_OF_MLLAMA = r"(?:model\.)?language_model\.(?:model\.)?layers\.(\d+)\.(.+)"
 
-# Of a saved configuration: `image_token_index` by its other name, and what transformers writes anew.
+# Fields of a saved configuration that are not copied: both names of `image_token_index`, and those that transformers
+# writes anew.
 RENAMED = ("model_type", "image_token_id", "image_token_index", "transformers_version")
 SHARD_BYTES = 5 * 10**9
-IMAGE_TOKEN = "<|image|>"  # Mllama's, where the tokenizer names no other
-# Of the source's processor; Mllama's writes its own.
+IMAGE_TOKEN = "<|image|>"  # the marker of Mllama, if the tokenizer names no other
+# Files of the source's processor, which are not copied: Mllama's processor writes files of its own.
 REPLACED = (PROCESSOR_NAME, "preprocessor_config.json", "video_preprocessor_config.json")
 EMBEDDING, LAYERS = "model.text_model.model.embed_tokens", "model.text_model.model.layers"
 HEAD = "model.text_model.lm_head.weight"
 
 
 def places(text_config: MllamaTextConfig) -> dict[int, int]:
-    """Maps each layer of the source to the decoder layer that it becomes, or that it becomes a block in front of.
+    """Returns a layer of the new decoder for each layer of the source.
 
-    Raises a `ValueError` for a layer that does not exist, or if no layer has self-attention.
+    A self-attention layer becomes this layer. A cross-attention layer becomes a block in front of it.
+
+    Raises:
+        ValueError: for a layer that does not exist, or if no layer has self-attention.
     """
     cross = set(text_config.cross_attention_layers or ())
     if outside := sorted(index for index in cross if index not in range(text_config.num_hidden_layers)):
@@ -175,7 +179,7 @@ def _targets(vocab_size: int, where: dict[int, int], blocks: dict[int, str], nam
 
 
 def original_name(name: str) -> str:
-    """The name of a parameter of transformers' model in the published checkpoints."""
+    """Returns the name that a parameter of transformers' model has in the published checkpoints."""
     rules = [
         (r"model\.language_model\.(.+)", r"language_model.model.\1"),
         (r"model\.((?:vision_model|multi_modal_projector)\..+)", r"\1"),
@@ -185,21 +189,21 @@ def original_name(name: str) -> str:
 
 
 def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output: str | Path) -> None:
-    """Writes a model of Llama 3.2 Vision's shape as an Mllama checkpoint, which transformers' own class and other
-    engines load.
+    """Writes a model as a checkpoint of Llama 3.2 Vision, which transformers' own class and other engines load.
 
-    A model that was imported from Mllama goes back bit for bit. A retrofit is taken if it has the same shape (see the
-    options above): a Llama, Mllama's vision tower and blocks of Mllama's kind. The checkpoint gives the model's logits
-    to rounding, but for text that sees no image beside images. Gates and norms, float32 in a retrofit, get the dtype of
-    the model, as Mllama loads them. One file of the result (5 GB at most) has to fit into memory, not the model.
+    An imported Llama 3.2 Vision is written back bit for bit. A retrofitted model must have the same shape: a Llama,
+    Mllama's vision tower, and blocks of Mllama's kind (the docstring of this module has the options). The checkpoint
+    gives the logits of the model up to rounding, except for text tokens that see no image in a call with images. Gates
+    and norms, which are float32 in a retrofitted model, are rounded to the dtype of the model, because Mllama loads
+    them so. Only one file of the result (at most 5 GB) has to fit into memory, not the model.
 
     Args:
         source (`str`, `Path` or [`XAttnForConditionalGeneration`]): a folder, a Hub id or a loaded model.
         output (`str` or `Path`): a new or empty folder.
 
     Raises:
-        ValueError: if the model has another shape (the message lists all differences), if its tensors do not fit its
-            configuration, or if `output` is not empty.
+        ValueError: for a model of another shape (the message lists all differences), for tensors that do not fit the
+            configuration, and for an `output` that is not empty.
 
     Example:
 
@@ -220,7 +224,7 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
         folder, changed, read, dtype = None, source.config, state.__getitem__, source.dtype
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         if HEAD in state and state[HEAD].data_ptr() == state[f"{EMBEDDING}.weight"].data_ptr():
-            del shapes[HEAD]  # as in a folder, which has no tied head
+            del shapes[HEAD]  # a folder does not hold a tied head either
         quantized = [name for name, tensor in state.items() if not tensor.is_floating_point()]
     else:
         folder = folder_of(source)
@@ -271,7 +275,9 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
 def _check_parts(
     name: str, shape: tuple[int, ...], parts: list[str], shapes: dict[str, tuple[int, ...]], added: int
 ) -> None:
-    """Raises a `ValueError` if parts of an exported tensor are missing, or do not give its shape with `added` rows."""
+    """Raises a `ValueError` if parts of an exported tensor are missing, or if the parts and `added` more rows do not
+    give its shape.
+    """
     if missing := [part for part in parts if part not in shapes]:
         raise ValueError(f"`source` is not complete: expected {missing[0]}, which becomes {name}, but it is missing.")
     made = shapes[parts[0]]
@@ -292,9 +298,12 @@ def _check_all_used(shapes: dict[str, tuple[int, ...]], used: set[str]) -> None:
 
 
 def _mllama_config(config: XAttnConfig) -> MllamaConfig:
-    """The configuration of the Mllama that a model is equal to. A `ValueError` lists each difference of its shape.
+    """Returns the configuration of the Mllama that equals a model.
 
-    Of an imported model the source's, with what has changed since.
+    For an imported model this is the configuration of the source, with the changes since then.
+
+    Raises:
+        ValueError: for a model of another shape. The message lists each difference.
     """
     imported = (config.source_config or {}).get("model_type") == "mllama"
     original = {name: value for name, value in (config.source_config or {}).items() if name not in RENAMED}
@@ -325,7 +334,7 @@ def _mllama_config(config: XAttnConfig) -> MllamaConfig:
 
 
 def _differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
-    """Name, expected and found value of each difference from Mllama."""
+    """Returns the name, the expected value and the found value of each difference from Mllama."""
     text: Any = config.text_config
     vision = config.vision_config
     wanted: list[tuple[str, Any, Any]] = [
@@ -344,7 +353,7 @@ def _differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
             ("text_config.head_dim", head_dim, text.head_dim or head_dim),
             (
                 "text_config.attention_dropout",
-                config.cross_attention_config.attention_dropout,  # Mllama has one for both
+                config.cross_attention_config.attention_dropout,  # Mllama has one field for all attention
                 text.attention_dropout,
             ),
             ("text_config.quantization_config", None, getattr(text, "quantization_config", None)),
@@ -352,7 +361,8 @@ def _differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
         wanted += _of_blocks(config, text)
     found = [(name, repr(expected), repr(value)) for name, expected, value in wanted if expected != value]
     if 0 in config.cross_attention_layers and config.source_config is None:
-        # transformers' Mllama takes the length of the text from its first layer's cache, which would hold an image.
+        # transformers' Mllama reads the length of the text from the cache of layer 0. With a block in front of it, this
+        # cache would hold an image.
         found.append(("cross_attention_layers", "no block in front of layer 0", str(config.cross_attention_layers)))
     if config.image_token_id is None:
         found.append(("image_token_id", "the id of the image marker", "None"))
@@ -362,7 +372,7 @@ def _differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
 
 
 def _of_blocks(config: XAttnConfig, text: Any) -> list[tuple[str, Any, Any]]:
-    """Mllama's cross-attention layers have the sizes of its self-attention layers."""
+    """Returns the differences of the blocks. Mllama's cross-attention layers have the sizes of its other layers."""
     expected = {
         "context_size": text.hidden_size,
         "num_attention_heads": text.num_attention_heads,
@@ -389,7 +399,7 @@ def _of_blocks(config: XAttnConfig, text: Any) -> list[tuple[str, Any, Any]]:
 
 
 def _parts_of(name: str, made: Recipe, config: XAttnConfig, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """Names of the parameters that make up a tensor of Mllama, in the order of its rows."""
+    """Returns the names of the parameters that make up a tensor of Mllama, in the order of its rows."""
     parts = [target.name for target in made.targets(name) or []]
     if parts == [HEAD] and HEAD not in shapes and config.text_config.tie_word_embeddings:
         return [f"{EMBEDDING}.weight"]
@@ -399,7 +409,7 @@ def _parts_of(name: str, made: Recipe, config: XAttnConfig, shapes: dict[str, tu
 
 
 def _missing_rows(name: str, config: XAttnConfig) -> int:
-    """Rows of additional tokens that only Mllama's tensor has. They become zeros, which no text uses."""
+    """Returns how many rows only Mllama's tensor has, for tokens that the model lacks. They are filled with zeros."""
     return ADDITIONAL_TOKENS - config.additional_vocab_size if re.fullmatch(EMBEDDING_OF_MLLAMA, name) else 0
 
 

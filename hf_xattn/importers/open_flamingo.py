@@ -1,7 +1,7 @@
-"""OpenFlamingo: its gated cross-attention blocks and its perceiver resampler.
+"""Imports OpenFlamingo: its gated cross-attention blocks and its perceiver resampler.
 
-An OpenFlamingo checkpoint holds the modules that were added to a language model and a CLIP tower, and the embeddings
-of the language model with rows for the added tokens. The language model and the tower have checkpoints of their own.
+An OpenFlamingo checkpoint holds the modules that were added to a text model and a CLIP tower, and the embeddings of the
+text model with rows for the added tokens. The text model and the tower have checkpoints of their own.
 
 The table shows the names of the state dict. `D` is the text width, `V` the vision width, `H` the number of heads, `d`
 the head width (published checkpoints: `H` 8, `d` 64). `<block>` is `<layers>.<i>.gated_cross_attn_layer`. In a model
@@ -20,12 +20,13 @@ that was saved whole, `<block>` is `gated_cross_attn_layers.<i>`.
 | `perceiver.media_time_embs`; flamingo-pytorch: `media_pos_emb` | (images, 1, V) | `image_positions` |
 | `perceiver.layers.<k>.0.{norm_media,norm_latents,to_q,to_kv,to_out}` | as above, with V | `layers.<k>.attn.*` |
 | `perceiver.layers.<k>.1.{0,1,3}`, `perceiver.norm` | as `ff` above | `layers.<k>.mlp.*`, `norm` |
-| `lang_encoder.<name>`, of a layer `<layers>.<i>.decoder_layer.<name>` | | the language model's own |
-| `lang_encoder.old_decoder_blocks`, `vision_encoder` | | not taken: copies, and the frozen tower |
+| `lang_encoder.<name>`, of a layer `<layers>.<i>.decoder_layer.<name>` | | the same name in the text model |
+| `lang_encoder.old_decoder_blocks`, `vision_encoder` | | ignored: copies of layers, and the frozen tower |
 
-Block `i` stands in front of decoder layer `i`. Text sees the latest image. One difference: at text before the first
-image, OpenFlamingo adds the MLP branch. This package adds nothing. The resampler gets CLIP's patch tokens without the
-class token (`vision_feature_select_strategy="default"`).
+Block `i` stands in front of decoder layer `i`. Text sees the latest image. The resampler reads CLIP's patch tokens
+without the class token (`vision_feature_select_strategy="default"`). A resampler with embeddings for the frames of a
+video (`frame_embs`) is refused. There is one difference: for text before the first image, OpenFlamingo adds the MLP
+branch of a block. This package adds nothing.
 """
 
 from __future__ import annotations
@@ -89,16 +90,19 @@ def import_open_flamingo(
     image_token_id: int,
     head_dim: int = 64,
 ) -> XAttnForConditionalGeneration:
-    """Puts OpenFlamingo's blocks into a language model and, with a vision tower, adds OpenFlamingo's resampler.
+    """Puts OpenFlamingo's blocks into a text model. With a vision tower, it adds OpenFlamingo's resampler, too.
 
     Args:
         state_dict (`dict[str, torch.Tensor]`): an OpenFlamingo checkpoint (`torch.load(..., weights_only=True)`).
-        text (`PreTrainedModel`): the causal language model of the checkpoint; changed in place. The vocabulary grows
-            to the size of the embeddings in `state_dict`.
-        vision (`PreTrainedModel`, *optional*): the vision tower. Without it, there is no resampler, and the model takes
-            resampled features.
+        text (`PreTrainedModel`): the text model of the checkpoint. It is changed in place: its vocabulary grows to the
+            size of the embeddings in `state_dict`.
+        vision (`PreTrainedModel`, *optional*): the vision tower. A model without one has no resampler either, and takes
+            resampled features as `cross_attention_states`.
         image_token_id (`int`): id of `<image>`.
         head_dim (`int`, defaults to 64): width of a head in the blocks and the resampler.
+
+    Returns:
+        [`XAttnForConditionalGeneration`]: the model.
 
     Raises:
         ValueError: for unknown tensors, missing tensors or tensors of a wrong shape, and for blocks that do not stand
@@ -139,9 +143,10 @@ def import_open_flamingo(
 
 
 def open_flamingo_block(state_dict: dict[str, torch.Tensor], head_dim: int = 64) -> tuple[CrossAttentionConfig, dict]:
-    """Converts the state dict of one OpenFlamingo block, whose names start at `attn.` and `ff.`.
+    """Converts the state dict of one OpenFlamingo block, whose names begin with `attn.` and `ff.`.
 
-    Returns the configuration and the state dict of a [`GatedCrossAttentionBlock`].
+    Returns:
+        the configuration and the state dict of a [`GatedCrossAttentionBlock`].
     """
     names = {"q": "attn.to_q.weight", "k": "attn.to_kv.weight", "down": "ff.3.weight"}
     num_heads = shape_of(state_dict, names["q"])[0] // head_dim
@@ -152,7 +157,7 @@ def open_flamingo_block(state_dict: dict[str, torch.Tensor], head_dim: int = 64)
 
 
 def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, torch.Tensor]], dict, dict]:
-    """The tensors of each block, of the resampler, and of the language model."""
+    """Returns the tensors of each block, those of the resampler, and those of the text model."""
     blocks: dict[int, dict[str, torch.Tensor]] = {}
     perceiver, language = {}, {}
     for name, tensor in unwrapped(state_dict).items():
@@ -173,27 +178,31 @@ def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, tor
 
 
 def _check_places(places: list[int], text: PreTrainedModel) -> None:
-    """Raises a `ValueError` for blocks that are not at every n-th layer: some are missing, or it is another decoder."""
+    """Raises a `ValueError` if the blocks do not stand at every n-th layer: some are missing, or they belong to another
+    text model.
+    """
     _, layers = find_decoder(text)
     step = places[1] - places[0] if len(places) > 1 else places[0] + 1
     expected = list(range(places[0] % step, len(layers), step))
     if places != expected:
         raise ValueError(
             f"`state_dict` holds blocks for the layers {places}: expected {expected}, every {step}. of the "
-            f"{len(layers)} layers of `text` ({type(text).__name__}). It is not complete, or of another language model."
+            f"{len(layers)} layers of `text` ({type(text).__name__}). It is not complete, or of another text model."
         )
 
 
 def open_flamingo_resampler(
     state_dict: dict[str, torch.Tensor], head_dim: int = 64
 ) -> tuple[PerceiverConfig, dict[str, torch.Tensor]]:
-    """Converts the state dict of OpenFlamingo's or flamingo-pytorch's resampler, whose names start at `latents`.
+    """Converts the state dict of OpenFlamingo's or flamingo-pytorch's resampler, in which `latents` has no prefix.
 
-    A position for each image (`media_time_embs`, `media_pos_emb`) becomes `num_image_positions`. Raises a `ValueError`
-    for missing or unknown tensors, or a resampler of videos, which adds an embedding to each frame.
+    Embeddings for the place of an image in the text (`media_time_embs`, `media_pos_emb`) become `num_image_positions`.
 
     Returns:
         the configuration and the state dict of a `PerceiverResampler`, the `"perceiver"` connector.
+
+    Raises:
+        ValueError: for missing or unknown tensors, and for a resampler with embeddings of a video's frames.
     """
     if "frame_embs" in state_dict:
         raise ValueError(
@@ -220,7 +229,9 @@ def open_flamingo_resampler(
 def _renamed(
     state: dict[str, torch.Tensor], rules: list[tuple[str, str]], both: str, projection: str
 ) -> dict[str, torch.Tensor]:
-    """Renames a state dict. A matrix whose name matches `both` holds the rows of the keys, then those of the values."""
+    """Renames a state dict. A matrix whose name matches `both` is split: its first rows are those of the keys, and the
+    others those of the values.
+    """
     result = {}
     for name, tensor in state.items():
         match = re.fullmatch(both, name)

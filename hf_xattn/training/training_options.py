@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..data.forms import CAPTION_PROMPT
 from ..data.loading import ORDER
 from .launch import gpus_of_a_process, num_processes
 
@@ -31,7 +32,14 @@ def _option(
     below: float = math.inf,
     **more: Any,
 ) -> Any:
-    """A field with what the command line says of it. Its number has the bounds. `more`: of `add_argument`."""
+    """Makes a field with its help on the command line.
+
+    Args:
+        told (`str`): the help. The default of a number is added at its end.
+        kind (`type`): type of the value on the command line. `bool` makes a flag.
+        least, above, below (`float`, *optional*): bounds of a number: at least, above, and below these.
+        more: further arguments of `add_argument`, and `group`, the name of options that exclude one another.
+    """
     more = {"metavar": "X" if kind is float else "N", **more} if kind in (int, float) else more
     shown = "" if default is None or kind not in (int, float) else f" (default: {default})"
     given = {"action": "store_true"} if kind is bool else {"type": kind}
@@ -41,115 +49,138 @@ def _option(
 
 @dataclasses.dataclass
 class TrainingOptions:
-    """The options of `hf-xattn train`, their defaults and their help (if none stands here, in `commands/train.py`)."""
+    """The options of `hf-xattn train`, with their defaults, bounds and help.
+
+    The options without a help here have one in `commands/train.py`.
+    """
 
     model: str
     data: list[str]
     output: Path
     pictures: Path | None = _option(
-        None, "where names of pictures begin (default: the folder of the source)", Path, metavar="FOLDER"
+        None,
+        "folder that the file names of images are relative to (default: the folder of SOURCE)",
+        Path,
+        metavar="FOLDER",
     )
-    prompt: str | None = _option(None, "the question for pictures that have only a caption", str, metavar="TEXT")
-    epochs: float = _option(1.0, "times to go through the data", float, above=0, metavar="N", group="length")
-    steps: int | None = _option(None, "optimizer steps, instead of --epochs", least=1, group="length")
-    batch_size: int = _option(8, "examples per forward pass of each process", least=1)
-    gradient_accumulation: int = _option(1, "forward passes per optimizer step", least=1)
+    prompt: str | None = _option(
+        None, f"question for images that have only a caption (default: {CAPTION_PROMPT})", str, metavar="TEXT"
+    )
+    epochs: float = _option(1.0, "number of passes through the data", float, above=0, metavar="N", group="length")
+    steps: int | None = _option(None, "number of optimizer steps, in place of --epochs", least=1, group="length")
+    batch_size: int = _option(8, "number of examples in a forward pass of each process", least=1)
+    gradient_accumulation: int = _option(1, "number of forward passes for one optimizer step", least=1)
     learning_rate: float | None = _option(
         None,
-        "highest learning rate (default: 0.003 for a fresh model that is started by words, 0.001 for another fresh "
-        "one, 0.0001 for a trained one)",
+        "highest learning rate (default: 0.003 for a fresh model that is started by words, see --align; 0.001 for any "
+        "other fresh model; 0.0001 for a trained model)",
         float,
         above=0,
     )
     started_rate: float | None = _option(
         None,
-        "share of it for all weights that do not start at zero, so that what was started by words is kept while the "
-        "output projections of the blocks learn (default: 0.03 for a model that is started by words, 1 for others)",
+        "the output projections of the blocks start at zero and learn at --learning-rate; all other weights learn at "
+        "this share of it, so that they keep what --align gave them (default: 0.03 for a model that is started by "
+        "words, 1 for others)",
         float,
         above=0,
     )
     align: str | None = _option(
         None,
-        "start the connector and the blocks of a fresh model by the words of this source, in place of those of --data; "
-        "with none, the connector and the blocks stay as they are, such as those that align_connector has started",
+        "before a fresh model is trained, its connector and blocks are started by words: image tokens are fitted to "
+        "the text model's states of the words that belong to the images; SOURCE names rows with these words, and none "
+        "leaves the model as it is (default: the rows of --data)",
         str,
         metavar="SOURCE",
     )
-    warmup: float = _option(0.05, "share of the steps in which the learning rate rises", float, 0, below=1)
-    weight_decay: float = _option(0.0, "of AdamW, on matrices", float, least=0)
-    max_length: int | None = _option(None, "cut texts to N tokens", least=1)
+    warmup: float = _option(
+        0.05, "share of the steps during which the learning rate rises to its highest value", float, 0, below=1
+    )
+    weight_decay: float = _option(
+        0.0, "weight decay of AdamW; it applies to matrices, not to norms and biases", float, least=0
+    )
+    max_length: int | None = _option(None, "cut texts to N tokens (default: never)", least=1)
     eval_share: float | None = _option(
-        None, "share of the examples to evaluate on, such as 0.1", float, above=0, below=1, group="evaluation"
+        None,
+        "share of the examples to hold out and evaluate on, such as 0.1 (default: no evaluation)",
+        float,
+        above=0,
+        below=1,
+        group="evaluation",
     )
     eval_data: str | None = _option(
-        None, "examples to evaluate on, as of --data", str, metavar="SOURCE", group="evaluation"
+        None, "source of examples to evaluate on, in place of --eval-share", str, metavar="SOURCE", group="evaluation"
     )
-    eval_steps: int | None = _option(None, "steps between evaluations (default: one epoch)", least=1)
-    save_steps: int | None = _option(None, "steps between checkpoints (default: a tenth of all steps)", least=1)
-    log_steps: int = _option(10, "steps between lines of the log", least=1)
-    workers: int = _option(0, "processes that read pictures", least=0)
-    seed: int = _option(0, "of the order of the examples and of dropout", least=0)
+    eval_steps: int | None = _option(None, "number of steps between two evaluations (default: one epoch)", least=1)
+    save_steps: int | None = _option(
+        None, "number of steps between two checkpoints (default: a tenth of all steps)", least=1
+    )
+    log_steps: int = _option(10, "number of steps between two lines of the log", least=1)
+    workers: int = _option(0, "number of processes that read images; 0 reads them in the main process", least=0)
+    seed: int = _option(0, "seed of the order of the examples and of dropout", least=0)
     stream: bool = _option(
         False,
-        "begin without a check of some rows to train on; each row is checked when it is read",
+        "begin at once, without the check of some rows that a run begins with; each row is checked when it is read",
         bool,
     )
     bad_rows: str = _option(
         STOP,
-        "what to do with a row that cannot be trained on: end with an error (default), or leave it out and name it in "
-        "DIR/bad_rows.jsonl",
+        "what to do with a row that cannot be trained on: stop ends the run with an error, and skip leaves the row out "
+        "and names it in DIR/bad_rows.jsonl (default: stop)",
         str,
         choices=(STOP, SKIP),
     )
-    bad_rows_limit: float = _option(0.01, "share of all rows that may be left out", float, 0, below=1)
+    bad_rows_limit: float = _option(0.01, "share of all rows that --bad-rows skip may leave out", float, 0, below=1)
     report_to: list[str] | None = _option(
         None,
-        "where `Trainer` sends its log, such as tensorboard or wandb; several may follow (default: nowhere)",
+        "where `Trainer` sends its log, such as tensorboard or wandb; you may name several (default: nowhere)",
         str,
         nargs="+",
         metavar="NAME",
     )
-    train_text: bool = _option(False, "train the text model too; it is frozen otherwise", bool)
-    train_vision: bool = _option(False, "train the vision tower too; it is frozen otherwise", bool)
+    train_text: bool = _option(False, "train the text model too (default: it stays frozen)", bool)
+    train_vision: bool = _option(False, "train the vision tower too (default: it stays frozen)", bool)
     text_share: float | None = _option(
         None,
-        "share of the rows of the run that are text prompts, shown beside pictures of other rows; their answers stay "
-        "those of the text model alone, so that it keeps its text ability beside a picture. 0: none (default: "
-        f"{TEXT_SHARE}, and 0 with --train-text)",
+        "share of the rows of a run that are text prompts beside images of other rows; the model learns to answer them "
+        "as the text model alone does, and so keeps its text ability when an image is in the chat; 0 turns this off "
+        f"(default: {TEXT_SHARE}, and 0 with --train-text)",
         float,
         least=0,
         below=1,
     )
     text_prompts: Path | None = _option(
         None,
-        "a text file, one prompt a line, in place of the package's prompts; the text model answers them",
+        "file with one prompt in each line; the text model writes the answers (default: prompts of this package)",
         Path,
         metavar="FILE",
     )
     distill_text: float | None = _option(
         None,
-        "show rows without a picture beside one of another row, and keep their answers those of the text model alone: "
-        "WEIGHT times the KL divergence is added to the loss (default: 1 with a --text-share)",
+        "show each row without images beside an image of another row, and add WEIGHT times the KL divergence from the "
+        "text model alone to the loss, so that the image changes no answer (default: 1 if --text-share is above 0, "
+        "else such rows are trained on as they are)",
         float,
         above=0,
         metavar="WEIGHT",
     )
     features: Path | None = _option(
         None,
-        "what the frozen vision tower has returned for the pictures, from `hf-xattn encode-features`: the tower does "
-        "not run",
+        "folder of features that `hf-xattn encode-features` saved for the images; the vision tower does not run "
+        "(default: the tower runs)",
         Path,
         metavar="FOLDER",
     )
     adapter_only: bool = _option(
         False,
-        "save only what was added or has changed, and fetch the rest from the checkpoints that MODEL was made of; "
-        "checkpoints during the run hold the whole model",
+        "save only what was added or has changed at the end; loading the model then fetches the rest from the "
+        "checkpoints that MODEL was made of (checkpoints during the run hold the whole model)",
         bool,
     )
     dtype: str = _option(
         "auto",
-        "dtype of the frozen weights; trained weights are float32 during training",
+        "dtype of the frozen weights; weights that train are float32 during training (default: auto, the dtype in "
+        "which they were saved)",
         str,
         choices=("auto", "float32", "bfloat16"),
     )

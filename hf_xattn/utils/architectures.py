@@ -1,7 +1,8 @@
-"""A table of what differs between the decoder architectures of transformers, and the sizes in their configurations.
+"""A table of the decoder architectures of transformers that differ from the others, and the sizes in configurations.
 
-Most architectures need no entry in `TABLE`: `decoders/decoder.py` finds the layers and the path of keyword arguments in
-the model. An entry says why an architecture is not supported, or how it differs. A test builds a small model of each.
+Most architectures need no entry in `TABLE`, because `decoders/decoder.py` finds the layers of a model, and the way of
+keyword arguments to them, by itself. An entry says why an architecture is not supported, or how it differs. A test
+builds a small model of each architecture.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .transformers_api import OLDEST, is_before, needs
 
 
-# Vision towers that read an image as tiles, with aspect ratios. The width of their output is `vision_output_dim`.
+# Vision towers that cut an image into tiles. `vision_output_dim` is the width of their output.
 TILED_VISION_TYPES = ("mllama_vision_model",)
-# Vision towers whose first token is a patch of the picture.
+# Vision towers without a class token: their first token is a patch of the image.
 WITHOUT_CLASS_TOKEN = ("ijepa", "siglip_vision_model", "siglip2_vision_model")
 
 
@@ -27,17 +28,18 @@ class Architecture:
 
     Attributes:
         refused (`str`, *optional*): why the architecture cannot take blocks, or None if it can.
-        via (`"keyword"` or `"call"`): how images reach the layers. `"keyword"`: the decoder passes a keyword argument
-            on. `"call"`: the layer's `__call__` fetches the images (see `layers/context.py`).
-        layer_count (`str`): configuration field with the number of layers.
+        via (`"keyword"` or `"call"`): how images reach the layers. With `"keyword"`, the decoder passes a keyword
+            argument on to its layers. With `"call"`, the layer's `__call__` fetches the images (see
+            `layers/context.py`).
+        layer_count (`str`): the configuration field with the number of layers.
         forgets (`bool`): whether transformers' layers drop their recurrent state, without an error, when a call reads
-            several tokens after cached text. Such text is read one token at a time.
+            several tokens after cached text. Here, such text is read one token at a time.
         counts_from_zero (`bool`): whether a `forward` without `position_ids` numbers text after cached text from 0.
-        since, static_since (`str`): the first transformers whose own decoder is right, and right with a static cache.
-            Before, it saw text to come, read text after cached text wrongly, or failed.
-        not_static (`str`, *optional*): why it is wrong with a static cache in every version.
-        packs (`bool`): whether it keeps the samples of a packed row apart (`parts/packed_rows.py`). A test compares
-            each such type with its samples alone. A model of the type with recurrent layers is refused all the same.
+        since, static_since (`str`): the first version of transformers in which the decoder works, and in which it works
+            with a static cache. Before, it saw later tokens, read text after cached text wrongly, or failed.
+        not_static (`str`, *optional*): why the decoder is wrong with a static cache in every version.
+        packs (`bool`): whether the decoder keeps the samples of a packed row apart (`parts/packed_rows.py`). A test
+            compares a packed row with its samples alone. Models with recurrent layers are refused in any case.
     """
 
     refused: str | None = None
@@ -53,7 +55,7 @@ class Architecture:
 
 NO_CACHE = "keeps what it has read in {}, not in a cache of transformers"
 COMPOSITE = "a larger model, of which the text half is served as {}"
-# An entry, and the model types that have it.
+# Each entry, with the model types that have it.
 TABLE: tuple[tuple[Architecture, str], ...] = (
     # Supported, with a difference.
     (Architecture(counts_from_zero=True), "bamba"),
@@ -102,7 +104,7 @@ TABLE: tuple[tuple[Architecture, str], ...] = (
     (Architecture(COMPOSITE.format("qwen3_5_text")), "qwen3_5"),
     (Architecture(COMPOSITE.format("qwen3_5_moe_text")), "qwen3_5_moe"),
 )
-# Types that keep the samples of packed rows apart, whatever else their entry says.
+# Types that keep the samples of packed rows apart. They may have another entry besides.
 PACKS = """
 apertus apertus1p5_text arcee aria_text axk1 axk2 beam bitnet codegen cohere cohere2 cohere2_moe cohere_compass_text
 ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge dots1 dots3_note_text emu3_text_model ernie4_5
@@ -120,7 +122,7 @@ ARCHITECTURES |= {name: replace(ARCHITECTURES.get(name, Architecture()), packs=T
 
 
 def architecture(model_type: str) -> Architecture:
-    """Returns the entry of a `model_type`, or the default. Refused is also what needs a newer transformers.
+    """Returns the entry of a `model_type`, or the default. A type that needs a newer transformers is `refused`.
 
     Example:
 
@@ -175,7 +177,11 @@ def text_hidden_size(text_config: PreTrainedConfig) -> int:
 
 
 def vision_hidden_size(vision_config: PreTrainedConfig) -> int:
-    """Returns the width of a vision model's `last_hidden_state` by its configuration, or raises a `ValueError`."""
+    """Returns the width of a vision model's `last_hidden_state`, as its configuration says.
+
+    Raises:
+        ValueError: if the configuration does not say it.
+    """
     for config in (vision_config, getattr(vision_config, "vision_config", None)):
         width = "vision_output_dim" if getattr(config, "model_type", None) in TILED_VISION_TYPES else "hidden_size"
         size = getattr(config, width, None)
@@ -191,7 +197,9 @@ def vision_hidden_size(vision_config: PreTrainedConfig) -> int:
 
 
 def layers_width(vision_config: PreTrainedConfig | None) -> int | None:
-    """Returns the width of every hidden state of a vision model; None without one, or if they differ or are unknown."""
+    """Returns the width of all hidden states of a vision model. None without a vision model, and if the widths differ
+    or are not known.
+    """
     if vision_config is None or vision_config.model_type in TILED_VISION_TYPES:
         return None
     size = getattr(vision_config, "hidden_size", None)
@@ -199,14 +207,14 @@ def layers_width(vision_config: PreTrainedConfig | None) -> int | None:
 
 
 def vision_feature_size(config: Any) -> int:
-    """Returns the width of what the connector of an [`XAttnConfig`] reads of the vision tower."""
+    """Returns the width of the features that the connector of an [`XAttnConfig`] reads."""
     layers = config.vision_feature_layer
     width = config.vision_hidden_size or vision_hidden_size(config.vision_config)
     return width * (len(layers) if isinstance(layers, (list, tuple)) else 1)
 
 
 def shared_size(config: PreTrainedConfig, field: str) -> int | None:
-    """Returns a size that all layers of a decoder share. None if there is no such field, or if layers differ in it."""
+    """Returns a size that all layers of a decoder share. None if there is no such field, or if the layers differ."""
     try:
         value = getattr(config, field, None)
     except RuntimeError:  # raised by transformers for a field that differs between layers

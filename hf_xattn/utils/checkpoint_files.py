@@ -1,12 +1,12 @@
-"""Checks the files of a checkpoint before anything of them is loaded.
+"""Checks the files of a checkpoint before anything is loaded from them.
 
-A checkpoint may come from a stranger, or be damaged. transformers opens the files that an index names wherever they
-are. Here a file must lie in the checkpoint's folder, and be whole. Only headers are read: a flipped bit in a weight's
-values is not noticed.
+A checkpoint may come from a stranger or be damaged. transformers opens the files that an index names, wherever they
+are. Here each file must lie in the folder of the checkpoint and be whole. Only the headers of the files are read, so a
+bit that has flipped inside a weight is not noticed.
 
-transformers gives first values to weights that a checkpoint lacks, and opens a checkpoint with the class that is
-registered for its model type. It warns at most. So the models of this package are loaded whole, by the class that they
-were saved with, or not at all.
+If weights are missing, transformers initialises them, and it opens a checkpoint with the class that is registered for
+its model type, even if another class has saved it. It warns at most. A model of this package is loaded with all of its
+weights and by the class that has saved it, or not at all.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ logger = logging.get_logger(__name__)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NUMBER = "[0-9][0-9][0-9][0-9][0-9]"
 SHARDS = f"-{NUMBER}-of-{NUMBER}"  # what transformers appends to the names of shards
-SHARDS_OF_RANKS = f"shard-{NUMBER}-model{SHARDS}.safetensors"  # of several processes (DCP), with parts of tensors
-OFFSETS = "DCP_SHARDING_INFO"  # of the parts, in the metadata of such a file
+SHARDS_OF_RANKS = f"shard-{NUMBER}-model{SHARDS}.safetensors"  # files of several processes (DCP), with parts of tensors
+OFFSETS = "DCP_SHARDING_INFO"  # the key of the places of these parts, in the metadata of a file
 CARD = "README.md"  # the model card
-SIDE_FILES = ("generation_config.json",)  # transformers falls back to defaults where it cannot read them
+SIDE_FILES = ("generation_config.json",)  # transformers takes defaults without an error if it cannot read them
 INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
-NAMED = 3  # weights in a message
+NAMED = 3  # number of weights that a message names
 
 
 class Stored(NamedTuple):
-    """A tensor of a file: the file's name, the shape, and the dtype as safetensors names it."""
+    """The header of a tensor in a file. `dtype` is the name that safetensors gives it."""
 
     file: str
     shape: tuple[int, ...]
@@ -49,9 +49,9 @@ class Stored(NamedTuple):
 
 
 def check_inside(folder: Path, path: Path) -> None:
-    """Raises a `ValueError` for a file that lies elsewhere: by `..`, or as a symbolic link.
+    """Raises a `ValueError` for a file outside of a folder, behind `..` or behind a symbolic link.
 
-    A snapshot in the cache of huggingface_hub consists of links to the repository's own files, which are allowed.
+    A snapshot in the cache of huggingface_hub consists of links to the files of its repository. They are allowed.
     """
     real = Path(os.path.realpath(path))
     allowed = [Path(os.path.realpath(folder))]
@@ -66,7 +66,7 @@ def check_inside(folder: Path, path: Path) -> None:
 
 
 def check_name(name: Any, where: str) -> str:
-    """Returns the name of a file in a folder. Raises a `ValueError` for a name that leads elsewhere."""
+    """Returns `name`. Raises a `ValueError` if it is not the name of a file in a folder. `where` names its source."""
     if isinstance(name, str) and name and "\\" not in name and "\0" not in name:
         path = PurePosixPath(name)
         if not path.is_absolute() and ".." not in path.parts and path.parts:
@@ -75,19 +75,22 @@ def check_name(name: Any, where: str) -> str:
 
 
 def short(value: Any) -> str:
-    """A value for a message: its beginning, if it is long."""
+    """Returns a value as a text for a message. Of a long text, only the beginning is returned."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an integer with more digits than Python writes, or lists in lists
+    except (
+        ValueError,
+        RecursionError,
+    ):  # an integer with more digits than Python writes, or lists that are nested too deeply
         return f"a very large {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a file with one JSON object. Raises a `ValueError` for any other."""
+    """Reads a file with one JSON object. Raises a `ValueError` for any other file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # also text that is no UTF-8, and integers with too many digits
+    except (ValueError, RecursionError) as error:  # a `ValueError` comes also for text that is not UTF-8
         raise ValueError(f"{path} is damaged: expected JSON ({error}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: expected a JSON object, got {short(content)}.")
@@ -112,14 +115,16 @@ def read_index(path: Path) -> dict[str, str]:
 def weight_files(
     folder: Path, variant: str | None = None, named: str | None = None
 ) -> tuple[list[Path], dict[str, str]]:
-    """Returns the weight files that `from_pretrained` would read from a folder, and the index; empty if there is none.
+    """Returns the weight files that `from_pretrained` would read from a folder, and their index.
+
+    The index is empty if there is none.
 
     Args:
-        named (`str`, *optional*): the file, or the index, where the configuration names it (`transformers_weights`).
+        named (`str`, *optional*): the file or the index, if the configuration names it (`transformers_weights`).
 
     Raises:
-        ValueError: as [`read_index`], for a file that leads out of the folder, and for a single file, shards or files
-            of ranks beside those of another save.
+        ValueError: as [`read_index`], for a file that leads out of the folder, and for the files of two saves in one
+            folder.
     """
     single, index_file = (folder / _variant(name, variant) for name in (WEIGHTS, INDEX))
     if named is None:
@@ -148,9 +153,9 @@ def weight_files(
 
 
 def refuse_two_saves(single: Path, index_file: Path) -> None:
-    """Raises a `ValueError` for a file of all weights beside shards: one of them is of an older save.
+    """Raises a `ValueError` for a file with all weights beside shards, because one of them is left from an older save.
 
-    An index without its shards, which transformers leaves beside a single file, is no save.
+    An index without its shards is allowed. transformers leaves it beside a single file.
     """
     if not (single.is_file() and index_file.is_file()):
         return
@@ -168,9 +173,10 @@ def _variant(name: str, variant: str | None) -> str:
 
 
 def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> dict[str, Stored]:
-    """Returns the tensors of safetensors files, by name. `index` is empty if there is none.
+    """Returns the headers of the tensors in safetensors files, by name. `index` is empty if there is none.
 
-    Raises a `ValueError` for a damaged file, and, without an index, for a tensor that is in two files.
+    Raises:
+        ValueError: for a damaged file, and, without an index, for a tensor that is in two files.
     """
     headers: dict[str, Stored] = {}
     for path in files:
@@ -182,10 +188,11 @@ def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> di
 
 
 def read_headers_of_ranks(files: Iterable[Path], where: str) -> dict[str, Stored]:
-    """Returns the tensors of files that several processes have written, by name.
+    """Returns the headers of the tensors in files that several processes have written, by name.
 
-    Raises a `ValueError` for a damaged file, and for parts that are no whole tensor: a file is missing, or of another
-    save.
+    Raises:
+        ValueError: for a damaged file, and for parts that do not make up a whole tensor, because a file is missing or
+            comes from another save.
     """
     parts: dict[str, set[tuple[Stored, tuple[int, ...]]]] = {}
     for path in files:
@@ -204,7 +211,7 @@ def read_headers_of_ranks(files: Iterable[Path], where: str) -> dict[str, Stored
         if (held := sum(stored.numel for stored, _ in found)) != whole.numel:
             raise ValueError(
                 f"{where} is not one checkpoint: the files of its ranks hold {held} values of {short(name)}, expected "
-                f"{whole.numel}. A file is missing, or of an older save. Save the model again in another folder."
+                f"{whole.numel}. A file is missing, or is of an older save. Save the model again in another folder."
             )
         headers[name] = whole
     return headers
@@ -222,7 +229,7 @@ def _header(path: Path, where: str) -> dict[str, Stored]:
 
 
 def check_weights(headers: dict[str, Stored], quantized: bool, where: str) -> None:
-    """Raises a `ValueError` for integers in a checkpoint that is not quantized: they would be cast, and be wrong."""
+    """Raises a `ValueError` for integers in a checkpoint that is not quantized: cast to floats, they would be wrong."""
     if quantized:
         return
     for name, stored in headers.items():
@@ -234,7 +241,7 @@ def check_weights(headers: dict[str, Stored], quantized: bool, where: str) -> No
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, as 64 hexadecimal digits."""
+    """Returns the SHA-256 of a file, as 64 hexadecimal digits."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):
@@ -243,13 +250,13 @@ def sha256_of(path: Path) -> str:
 
 
 class NotesWhatIsMissing:
-    """Part of models that are loaded whole or not at all."""
+    """Mixin for models that are loaded with all weights or not at all."""
 
-    # Names of weights of the model that a checkpoint lacked, and of weights of the checkpoint that have no place.
+    # The names of weights that the checkpoint lacked, and of weights in the checkpoint that the model does not have.
     _lacking: tuple[set[str], set[str]] | None = None
 
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
-        """Called at the end of loading. Notes all missing weights, also those that a class lets be missing."""
+        """Notes all missing weights at the end of loading, also those that a class allows to be missing."""
         missing = set(loading_info.missing_keys)
         noted: Any = super()
         noted._adjust_missing_and_unexpected_keys(loading_info)
@@ -257,11 +264,13 @@ class NotesWhatIsMissing:
 
 
 def check_class(model_class: type, architectures: Any, source: Any, ours: Iterable[str]) -> None:
-    """Raises a `ValueError` for a checkpoint of a class of the caller's own that another class would open.
+    """Raises a `ValueError` if a class of the user's own has saved a checkpoint, and another class would load it.
 
     Args:
+        model_class (`type`): the class that would load the checkpoint.
         architectures (`list[str]`, *optional*): the classes that the configuration names.
-        ours (`Iterable[str]`): the classes of the package whose checkpoints any class may open.
+        source: the name of the checkpoint.
+        ours (`Iterable[str]`): the classes of this package, whose checkpoints any class may load.
     """
     if not isinstance(architectures, (list, tuple)) or not architectures:
         return
@@ -276,7 +285,7 @@ def check_class(model_class: type, architectures: Any, source: Any, ours: Iterab
 def check_complete(model: Any, source: Any, allowed: bool = False) -> None:
     """Raises a `ValueError` if a loaded model ([`NotesWhatIsMissing`]) did not get all of its weights.
 
-    With `allowed`, the caller's `allow_missing_weights`, it warns in place of the error.
+    With `allowed`, the argument `allow_missing_weights` of the caller, it warns in place of the error.
     """
     missing, unexpected = vars(model).pop("_lacking", (set(), set()))
     if not missing:
@@ -284,14 +293,14 @@ def check_complete(model: Any, source: Any, allowed: bool = False) -> None:
     what = incomplete(source, missing, unexpected)
     if not allowed:
         raise ValueError(
-            f"{what} Copy it again. With `allow_missing_weights=True`, `from_pretrained` gives these weights first "
-            "values, most of them random."
+            f"{what} Copy it again. With `allow_missing_weights=True`, `from_pretrained` initialises these weights, "
+            "most of them with random values."
         )
     logger.warning(f"{what} These weights have first values, most of them random.")
 
 
 def incomplete(source: Any, missing: Collection[str], unexpected: Collection[str]) -> str:
-    """The words for a checkpoint that lacks weights."""
+    """Returns the message for a checkpoint that lacks weights."""
     what = f"{source} is not complete: {len(missing)} weights are missing, {_first(missing)}."
     if unexpected:
         others = f"It holds {len(unexpected)} for which the model has no place, {_first(unexpected)}"

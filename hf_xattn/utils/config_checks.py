@@ -1,8 +1,9 @@
-"""Checks of configurations: of what a file says before anything is built from it, of single fields, and of all fields
-again after `from_pretrained` overrides some.
+"""Checks configurations: the content of a file before a model is built from it, each field when it is set, and all
+fields again after `from_pretrained` has overridden some.
 
-transformers keeps any key: one that resembles a field's name is refused here, as probably misspelt. What would lead to
-code or to another folder is refused, too. `checkpoints/folders.py` compares sizes with the weights.
+transformers keeps any key of a configuration. Here a key that resembles the name of a field is refused, because it is
+probably misspelt. A value that would lead to code or to another folder is refused, too. `checkpoints/folders.py`
+compares the sizes with the weights.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ GENERIC = frozenset(
     per_layer_config quantization_config tie_word_embeddings torch_dtype use_cache
     """.split()
 )
-MOST_LABELS = 2**20  # transformers makes a name of each: 10^9 of them would take 200 GB
+MOST_LABELS = 2**20  # transformers makes a name for each label: 10^9 labels would take 200 GB
 KERNELS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 DTYPES = ("dtype", "torch_dtype")
 
@@ -43,35 +44,37 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
     """A configuration that checks its fields."""
 
     if TYPE_CHECKING:
-        # mypy allows every attribute on a class with these methods, which `PreTrainedConfig` has. Here it reports
-        # misspelt ones.
+        # `PreTrainedConfig` has these methods, and mypy allows every attribute on a class with them. Without them, mypy
+        # reports misspelt attributes.
         __getattribute__: ClassVar[Any]
         __setattr__: ClassVar[Any]
-    # What a file without a field means, where that is not the default: the field is younger than the file.
+    # The values of fields that a file of an earlier version does not have, if they are not the defaults.
     values_of_old_files: ClassVar[dict[str, Any]] = {}
 
     def _check_fields(self) -> None:
-        """Raises a `ValueError` that names the field, the expected value and the actual value."""
+        """Raises a `ValueError` for a wrong value. The message names the field, what was expected, and what came."""
 
     def validate_output_attentions(self) -> None:
-        """Blocks return their weights with any attention implementation, so transformers' check does not apply."""
+        """Checks nothing: blocks return their attention weights with any attention implementation."""
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args, **kwargs) -> None:
-        """`PreTrainedConfig.save_pretrained`, with the stub that `auto_map` names."""
+        """Saves as `PreTrainedConfig.save_pretrained` does, together with the stub that `auto_map` names."""
         own = references(self.model_type)
         if own and not os.path.isfile(save_directory):
-            # Of a checkpoint on the Hub, `auto_map` names the repository: the saved folder has a stub of its own.
+            # For a checkpoint on the Hub, `auto_map` names the repository. The saved folder has a stub of its own.
             self.auto_map = {**(getattr(self, "auto_map", None) or {}), **own}
             write_stub(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> Any:
-        """Like `PreTrainedConfig.from_dict`, which sets some fields after the checks: so the checks run once more.
+        """Builds a configuration as `PreTrainedConfig.from_dict` does.
 
-        Keeps unknown attributes of a file, whatever their names, and warns.
+        That method sets some fields after the checks, so the checks run once more. Unknown attributes of a file are
+        kept, with a warning.
 
-        Raises a `ValueError` for fields that no model has, before anything is built from them ([`check_fields`]).
+        Raises:
+            ValueError: for values that no model has, before anything is built from them (see [`check_fields`]).
         """
         check_fields(config_dict, cls.__name__, config_class=cls)
         config_dict = {**cls.values_of_old_files, **config_dict}
@@ -102,13 +105,13 @@ def _fields_of(config_class: type[PreTrainedConfig]) -> set[str]:
 
 
 def own_fields(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """The fields that a configuration adds to those of transformers, and their defaults."""
+    """Returns the fields that a configuration adds to those of transformers, with their defaults."""
     common = _fields_of(PreTrainedConfig)
     return {field.name: field.default for field in dataclasses.fields(config_class) if field.name not in common}
 
 
 def _resembles(config_class: type[PreTrainedConfig], name: str) -> str:
-    """` Did you mean ...?` for an unknown name that resembles a field's name; empty for any other name."""
+    """Returns ` Did you mean ...?` for an unknown name that resembles the name of a field, else an empty text."""
     if _is_known(config_class, name):
         return ""
     return suggestion(name, _fields_of(config_class) - _fields_of(PreTrainedConfig), cutoff=0.8)
@@ -120,7 +123,7 @@ def _warn_of_unknown(config_class: type[PreTrainedConfig], name: str) -> None:
 
 
 def check_names(config_class: type[PreTrainedConfig], kwargs: dict[str, Any]) -> None:
-    """Raises a `TypeError` for a keyword that resembles a field's name; warns of any other unknown keyword."""
+    """Raises a `TypeError` for a keyword that resembles the name of a field. Warns of any other unknown keyword."""
     for name in kwargs:
         if meant := _resembles(config_class, name):
             raise TypeError(f"{config_class.__name__} has no field `{name}`.{meant}")
@@ -129,9 +132,10 @@ def check_names(config_class: type[PreTrainedConfig], kwargs: dict[str, Any]) ->
 
 
 def config_of_fields(argument: str, config_class: type[CheckedConfig], fields: dict[str, Any]) -> Any:
-    """A configuration from a `dict`, made by `to_dict` (it has `model_type`) or written by a user.
+    """Returns a configuration from a `dict`, which `to_dict` has made (then it has `model_type`) or a user has written.
 
-    Raises a `ValueError` if a user wrote keys that are not fields.
+    Raises:
+        ValueError: if a user has written keys that are no fields.
     """
     if "model_type" in fields:
         return config_class.from_dict(fields)
@@ -144,7 +148,7 @@ def config_of_fields(argument: str, config_class: type[CheckedConfig], fields: d
 
 @as_validated_field
 def positive(value: float | None) -> None:
-    """A field with a positive number, or None where its type allows it."""
+    """Checks a field with a positive number. None passes, because the type of the field decides about it."""
     if value is not None and not 0 < value < math.inf:
         raise ValueError(f"Expected a positive number, got {value}.")
 
@@ -177,7 +181,9 @@ def check_buckets(num_buckets: int, max_distance: int) -> None:
 
 
 def check_features(config: Any) -> None:
-    """Raises a `ValueError` for features of a vision tower that cannot be read: of layers, or without a class token."""
+    """Raises a `ValueError` if the fields ask for features that the vision tower does not have: those of layers, or
+    those without a class token.
+    """
     layers, vision_config = config.vision_feature_layer, config.vision_config
     _check_drops_class_token(config.vision_feature_select_strategy, vision_config)
     if layers is None:
@@ -190,18 +196,18 @@ def check_features(config: Any) -> None:
     if layers_width(vision_config) is None:
         raise ValueError(
             f"`vision_feature_layer` is for towers whose layers all have one width, got {layers!r} with a "
-            f"{vision_config.model_type}. Leave it out: then the last hidden state is read."
+            f"{vision_config.model_type}. Leave it out, and the last hidden state is read."
         )
     count = getattr(vision_config, "num_hidden_layers", None)
     if isinstance(count, int) and not all(-count - 1 <= each <= count for each in given):
         raise ValueError(
             f"`vision_feature_layer` must be from {-count - 1} to {count}, because the vision tower has {count} layers "
-            f"and its embeddings are 0, got {layers!r}."
+            f"and 0 stands for its embeddings, got {layers!r}."
         )
 
 
 def _check_drops_class_token(strategy: str, vision_config: Any) -> None:
-    """Raises a `ValueError` if the strategy "default" would do nothing. Warns if it drops a patch of the picture."""
+    """Raises a `ValueError` if the strategy "default" would do nothing. Warns if it would drop a patch of the image."""
     if strategy == "full":
         return
     kind = None if vision_config is None else vision_config.model_type
@@ -218,7 +224,7 @@ def _check_drops_class_token(strategy: str, vision_config: Any) -> None:
 
 
 def check_token_id(field: str, value: Any, vocab_size: int | None) -> None:
-    """An id of the text vocabulary, or None."""
+    """Raises a `ValueError` for a value that is neither an id of the text vocabulary nor None."""
     if value is None:
         return
     if value < 0 or (vocab_size is not None and value >= vocab_size):
@@ -226,14 +232,14 @@ def check_token_id(field: str, value: Any, vocab_size: int | None) -> None:
 
 
 def check_parts(name: str, value: Any, parts: dict[str, Any]) -> None:
-    """Refuses the keys of a `dict`, such as `attn_implementation`, that are no parts of a model."""
+    """Raises a `ValueError` if a `dict`, such as `attn_implementation`, has a key that is no part of the model."""
     for key in value if isinstance(value, dict) else ():
         if key and key not in parts:
             raise ValueError(f"`{name}` names {key!r}, which is not a part of the model: parts are {sorted(parts)}.")
 
 
 def every_nth_layer(every: int, num_layers: int) -> list[int]:
-    """Returns the layers `every - 1`, `2 * every - 1`, ... If the decoder has fewer layers, returns the last layer."""
+    """Returns the layers `every - 1`, `2 * every - 1`, ... For a decoder with fewer layers, it returns the last one."""
     if every < 1:
         raise ValueError(f"Expected `every` of at least 1, got {every}.")
     step = min(every, num_layers)
@@ -255,14 +261,14 @@ def check_layers(layers: Any, num_layers: int) -> list[int]:
 
 
 def check_fields(fields: Any, where: str, config_class: type[PreTrainedConfig] = PreTrainedConfig) -> None:
-    """Checks the fields of a configuration, and of those inside it, which transformers would follow.
+    """Checks the content of a configuration file, and of the configurations inside it, before transformers reads it.
 
     Args:
-        where (`str`): begins each message: the file, and the part.
+        where (`str`): the file and the part, with which each message begins.
 
     Raises:
-        ValueError: for a name that leads to code or to another folder, a key that would replace a method of
-            `config_class`, and labels that take all memory. The message names the field.
+        ValueError: for a name that leads to code or to another folder, for a key that would replace a method of
+            `config_class`, and for labels that would take all memory. The message names the field.
     """
     for name, value in fields.items():
         if not isinstance(name, str) or name.startswith("__") or callable(getattr(config_class, name, None)):
@@ -278,7 +284,9 @@ def check_fields(fields: Any, where: str, config_class: type[PreTrainedConfig] =
 
 
 def _check_kernel(name: str, value: Any, where: str) -> None:
-    """A file names kernels of transformers. One with a slash is code on the Hub, which a user must ask for."""
+    """Raises a `ValueError` for a kernel that is no part of transformers. A name with a slash is code on the Hub, which
+    only the user may ask for.
+    """
     for each in value.values() if isinstance(value, dict) else (value,):
         if each is not None and (not isinstance(each, str) or not re.fullmatch(r"[\w|.-]+", each)):
             raise ValueError(
@@ -288,7 +296,7 @@ def _check_kernel(name: str, value: Any, where: str) -> None:
 
 
 def _check_weights_name(value: Any, where: str) -> None:
-    """transformers loads the file of this name in place of `model.safetensors`."""
+    """Checks the name of a file that transformers would load in place of `model.safetensors`."""
     if value is not None and (
         not isinstance(value, str) or not re.fullmatch(r"[\w][\w.-]*\.safetensors(\.index\.json)?", value)
     ):
@@ -296,7 +304,7 @@ def _check_weights_name(value: Any, where: str) -> None:
 
 
 def is_quantized(fields: dict[str, Any]) -> bool:
-    """Whether a configuration, as in a file, names a quantization: its weights are packed integers."""
+    """Whether the content of a configuration file names a quantization. The weights are then packed integers."""
     return any(
         part.get("quantization_config") is not None for part in (fields, *fields.values()) if isinstance(part, dict)
     )

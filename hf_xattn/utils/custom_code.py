@@ -1,8 +1,8 @@
-"""Decoders, vision towers, connectors and gates whose code came with their checkpoint.
+"""Loads and saves decoders, vision towers, connectors and gates whose code came with their checkpoint.
 
-Transformers runs such code where `trust_remote_code=True` allows it, and copies it beside a model that it saves, but
-does neither for a part of a larger model. A configuration is read without running code: until a model is loaded with
-`trust_remote_code=True`, the configuration of a decoder or tower is an [`UnreadConfig`].
+With `trust_remote_code=True`, transformers runs the code of a checkpoint, and copies it when the model is saved. It
+does neither for a part of a larger model, so this module does it. A configuration is read without running code: until a
+model is loaded with `trust_remote_code=True`, the configuration of such a decoder or tower is an [`UnreadConfig`].
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _trusted: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def trusting(checkpoint: Any, load_kwargs: dict[str, Any]) -> Iterator[None]:
-    """Inside, the code of a checkpoint may be run, where `load_kwargs` hold `trust_remote_code=True`."""
+    """Context in which the code of a checkpoint may run, if `load_kwargs` hold `trust_remote_code=True`."""
     source = None
     if load_kwargs.get("trust_remote_code") is True:
         source = {"pretrained_model_name_or_path": checkpoint, **given(CODE_KEYWORDS, load_kwargs)}
@@ -47,7 +47,10 @@ def trusting(checkpoint: Any, load_kwargs: dict[str, Any]) -> Iterator[None]:
 
 
 def read_config(config: Any) -> Any:
-    """The configuration of a part, from a `dict` too. Custom code that may not be run gives an [`UnreadConfig`]."""
+    """Returns the configuration of a part, also from a `dict`.
+
+    If its class is custom code that may not run, the result is an [`UnreadConfig`].
+    """
     if isinstance(config, UnreadConfig):
         fields = config.to_dict()
     elif isinstance(config, dict) and config.get("model_type") not in CONFIG_MAPPING and _code_of(config, "AutoConfig"):
@@ -67,32 +70,34 @@ def read_config(config: Any) -> Any:
 
 
 def build_part(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model with random weights. Raises a `ValueError` for custom code that may not be run."""
+    """Builds a model with random weights. Raises a `ValueError` for custom code that may not run."""
     source = _trusted.get()
     ref = _code_of(config, auto_class.__name__)
     is_known = type(config) in auto_class._model_mapping
-    # For the second, transformers would ask at the terminal.
+    # In the second case transformers would ask the user at the terminal.
     if isinstance(config, UnreadConfig) or (ref is not None and source is None and not is_known):
         model_type = getattr(config, "model_type", None) or config.__dict__["model_type"]
         raise ValueError(
             f"The code of the {model_type!r} part of this model came with its checkpoint. Load the model with "
             "`trust_remote_code=True` (`--trust-remote-code` of the commands) to run it, or register its classes with "
-            "the Auto classes before."
+            "the Auto classes first."
         )
     if ref is None or source is None or _is_registered_by_user(auto_class, config):
         return auto_class.from_config(config)
     model_class: Any = get_class_from_dynamic_module(ref, **source)
     model_class.register_for_auto_class(auto_class.__name__)
-    if not is_known:  # as in transformers: where the model is built again, for its card, nothing asks
+    if not is_known:  # as transformers does, so that building the model again, for its card, does not ask
         auto_class.register(type(config), model_class)
     return model_class._from_config(config)
 
 
 def read_parts(config: Any) -> None:
-    """Registers the classes of connectors and gates that came with a checkpoint, where [`trusting`] allows their code.
+    """Registers the classes of connectors and gates that came with a checkpoint, if [`trusting`] allows their code.
 
-    A class that the caller has registered comes first. Raises a `ValueError` if another checkpoint has brought another
-    class of that name.
+    A class that the user has registered is kept.
+
+    Raises:
+        ValueError: if another checkpoint has brought another class of the same name.
     """
     source = _trusted.get()
     for parts, name in named_parts(config):
@@ -105,10 +110,11 @@ def read_parts(config: Any) -> None:
 
 
 def save_parts_code(config: Any, folder: Path, with_code: bool) -> None:
-    """Copies the code of own connectors and gates into a folder, and notes it in the configuration of the whole model.
+    """Copies the code of connectors and gates of the user's own into a folder, and notes it in the configuration.
 
     Args:
-        with_code (`bool`): also code that did not come with a checkpoint.
+        config: the configuration of the whole model.
+        with_code (`bool`): copy also code that did not come with a checkpoint.
 
     Raises:
         ValueError: for a class that is in no file, and for a file whose name is taken.
@@ -128,14 +134,14 @@ def save_parts_code(config: Any, folder: Path, with_code: bool) -> None:
             )
         file = Path(path)
         if (folder / file.name).is_file() and (folder / file.name).read_bytes() != file.read_bytes():
-            raise ValueError(f"Two parts of this model bring a different file of the name {file.name}: rename one.")
+            raise ValueError(f"Two parts of this model bring different files with the name {file.name}. Rename one.")
         made._auto_class = key
         folder.mkdir(parents=True, exist_ok=True)
         custom_object_save(made.__new__(made), folder, config=config)
 
 
 def _key_of(parts: Parts) -> str:
-    """Where the `auto_map` of a configuration names the class of a connector or gate."""
+    """Returns the key under which the `auto_map` of a configuration names the class of a connector or gate."""
     return f"XAttn{parts.kind.capitalize()}"
 
 
@@ -144,15 +150,19 @@ def _came_along(part: Any) -> bool:
 
 
 def save_code(parts: list[tuple[PreTrainedModel, PreTrainedConfig]], folder: str | os.PathLike[str]) -> None:
-    """Copies the code of custom parts into a folder, and notes it in their configurations in that of the whole model.
+    """Copies the code of custom decoders and towers into a folder, and notes it in their configurations.
 
-    Raises a `ValueError` if two parts have different files of one name.
+    Args:
+        parts: the parts, each with its configuration inside the configuration of the whole model.
+
+    Raises:
+        ValueError: if two parts have different files with the same name.
     """
     written: dict[Path, bytes] = {}
     for part, config in parts:
         note: Any = config
         if not part.is_custom_code() and getattr(config, "auto_map", None):
-            del config.auto_map  # the weights are those of transformers' own class
+            del config.auto_map  # the part is of transformers' own class, not of a custom one
         if not part.is_remote_code():
             continue
         os.makedirs(folder, exist_ok=True)
@@ -163,19 +173,19 @@ def save_code(parts: list[tuple[PreTrainedModel, PreTrainedConfig]], folder: str
                 content = Path(file).read_bytes()
                 if written.setdefault(Path(file), content) != content:
                     raise ValueError(
-                        f"Two parts of this model bring a different file of the name {Path(file).name}: rename one in "
-                        "its checkpoint."
+                        f"Two parts of this model bring different files with the name {Path(file).name}. Rename one "
+                        "in its checkpoint."
                     )
 
 
 def _code_of(config: Any, auto_class: str) -> str | None:
-    """The class that a configuration's `auto_map` names for an Auto class."""
+    """Returns the class that the `auto_map` of a configuration names for an Auto class."""
     auto_map = config.get("auto_map") if isinstance(config, dict) else getattr(config, "auto_map", None)
     return (auto_map or {}).get(auto_class)
 
 
 def _is_registered_by_user(auto_class: Any, config: PreTrainedConfig) -> bool:
-    """Whether a class is registered that is not transformers' own. Such a class comes first there too."""
+    """Whether the user has registered a class of their own. transformers prefers such a class, too."""
     if type(config) not in auto_class._model_mapping:
         return False
     known = auto_class._model_mapping[type(config)]

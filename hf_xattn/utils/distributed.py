@@ -1,4 +1,7 @@
-"""Several processes that run one model. Their collective operations must match, so all must call the same modules."""
+"""Helpers for several processes that run one model.
+
+The collective operations of the processes must match, so all of them must call the same modules.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def is_distributed() -> bool:
 
 
 def has_units(module: nn.Module | None) -> bool:
-    """Whether FSDP gathers weights of a module when its parts run. All processes must then run them."""
+    """Whether FSDP gathers the weights of parts of a module when they run. All processes must then run these parts."""
     if module is None or not torch.distributed.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -29,7 +32,7 @@ def has_units(module: nn.Module | None) -> bool:
 
 
 def fsdp_forward(method: Method) -> Method:
-    """Decorates methods that compute with the weights of a model: FSDP gathers them, as it does for `forward`."""
+    """Decorates a method that computes with the weights of a model, so that FSDP gathers them as for `forward`."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -46,7 +49,7 @@ def fsdp_forward(method: Method) -> Method:
 
 
 def check_callable(name: str, module: nn.Module) -> None:
-    """Raises a `ValueError` if the weights of a module are sharded, and calling it does not gather them."""
+    """Raises a `ValueError` if the weights of a module are sharded and a call of the module does not gather them."""
     weight = next(module.parameters(), None)
     if weight is None or not is_split(weight):
         return
@@ -60,12 +63,12 @@ def check_callable(name: str, module: nn.Module) -> None:
 
 
 def is_split(weight: torch.Tensor) -> bool:
-    """Whether this process holds a part of a weight (FSDP2, tensor parallelism)."""
+    """Whether this process holds only a part of a weight (FSDP2, tensor parallelism)."""
     return getattr(weight, "device_mesh", None) is not None
 
 
 def compute_device(weight: torch.Tensor) -> torch.device:
-    """The device that a weight is used on. The shard of a weight may wait on the CPU."""
+    """Returns the device on which a weight is used. With CPU offload its shard is on the CPU in the meantime."""
     mesh = getattr(weight, "device_mesh", None)
     if mesh is None or mesh.device_type == "cpu":
         return weight.device
@@ -73,10 +76,15 @@ def compute_device(weight: torch.Tensor) -> torch.device:
 
 
 def gathered_weights(model: Any) -> dict[str, torch.Tensor] | None:
-    """The whole weights of a sharded model (FSDP2, tensor parallelism), on the CPU of the first process.
+    """Gathers the weights of a sharded model (FSDP2, tensor parallelism) on the CPU of the first process.
 
-    All processes must call this. The others get an empty `dict`. None for a model whose weights are whole. Raises a
-    `ValueError` for a model in FSDP's wrapper (`FullyShardedDataParallel`), which alone can gather them.
+    All processes must call this function.
+
+    Returns:
+        the whole weights in the first process, and an empty `dict` in the others. None for a model that is not sharded.
+
+    Raises:
+        ValueError: for a model in the wrapper `FullyShardedDataParallel`, which alone can gather its weights.
     """
     if not torch.distributed.is_available():
         return None
@@ -99,13 +107,15 @@ def gathered_weights(model: Any) -> dict[str, torch.Tensor] | None:
 
 
 def is_sharded_by_transformers(model: Any) -> bool:
-    """Whether the model was loaded with a `distributed_config`. transformers gathers its weights to save it."""
+    """Whether the model was loaded with a `distributed_config`. transformers itself then gathers the weights."""
     return getattr(model.config, "distributed_config", None) is not None
 
 
 @contextlib.contextmanager
 def saved_by_one(model: Any) -> Iterator[None]:
-    """Inside, transformers writes the weights that it is given: it gathers nothing and waits for no other process."""
+    """Context in which transformers writes the weights that it is given, and neither gathers weights nor waits for
+    other processes.
+    """
     if not is_sharded_by_transformers(model):
         yield
         return

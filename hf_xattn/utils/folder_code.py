@@ -1,7 +1,7 @@
-"""The code of hf_xattn in a saved folder: one file, for machines without the package.
+"""The code of hf_xattn in a saved folder, as one file, for machines without the package.
 
-The files of the package stand below as comments, each behind a line with its name. The lines above load them, as
-modules inside this one.
+The files of the package stand below as comments, each behind a line with its name. The code here loads them as modules
+inside this module.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Sources(importlib.abc.MetaPathFinder, importlib.abc.ExecutionLoader):
-    """Finds and loads modules whose text is in the comments of this file."""
+    """Finds and loads the modules whose text stands in the comments of this file."""
 
     def __init__(self) -> None:
         _, *parts = Path(__file__).read_text(encoding="utf-8").split("\n# ==== ")
@@ -41,11 +41,11 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.ExecutionLoader):
         return next((name for name in (f"{path}.py", f"{path}/__init__.py") if name in self.texts), "")
 
 
-__path__: list[str] = []  # imports inside this module ask the finder
+__path__: list[str] = []  # makes this module a package, so that imports inside it use the finder
 
 
 def find(module: str, name: str) -> Any:
-    """A class or function of the package."""
+    """Returns a class or a function from a module of the package."""
     if not any(isinstance(finder, Sources) for finder in sys.meta_path):
         sys.meta_path.append(Sources())
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -1,7 +1,7 @@
-"""Which keyword arguments a call may bring, and the nearest name for one that it may not.
+"""Checks keyword arguments, and suggests the nearest name for an unknown one.
 
-Transformers' decoders take any keyword and ignore those they do not know. Here such a keyword may be a misspelt image
-argument, and the model would answer without the image.
+transformers' decoders take any keyword and ignore those that they do not know. Here an unknown keyword may be a
+misspelt image argument, and the model would answer without the image. So it is an error.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from transformers.utils import TransformersKwargs
 from .transformers_api import CACHE
 
 
-# What `generate`, `Trainer` and tokenizers hand to every model, and decoders without a use for it ignore.
+# Keywords that `generate`, `Trainer` and tokenizers pass to every model. Decoders that do not need them ignore them.
 COMMON = frozenset({"cache_position", "token_type_ids"})
-# What the loss of a causal language model takes beside logits and labels.
+# Keywords that the loss of a causal language model takes besides logits and labels.
 LOSS = frozenset({"ignore_index", "num_items_in_batch", "shift_labels"})
 
-# Names that other models have for what is meant.
+# Names of arguments in other models, with the names that the arguments have here.
 ELSEWHERE = {
     "images": "pixel_values",
     "image": "pixel_values",
@@ -38,13 +38,13 @@ ELSEWHERE = {
     "num_kv_heads": "num_key_value_heads",
 }
 
-# Keywords of `from_pretrained`: to reach a repository, for its files, its code and its configuration.
+# Keywords of `from_pretrained` that are about a repository, its files, its code and its configuration.
 HUB_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 FILE_KEYWORDS = (*HUB_KEYWORDS, "revision", "subfolder")
 CODE_KEYWORDS = (*HUB_KEYWORDS, "revision", "code_revision")
 CONFIG_KEYWORDS = (*FILE_KEYWORDS, "code_revision", "trust_remote_code")
-# All that go to `from_pretrained`, but `config`, `state_dict` and `output_loading_info`: `retrofit` reads the
-# checkpoint unchanged, and returns only a model.
+# All keywords of `from_pretrained`, without `config`, `state_dict` and `output_loading_info`: `retrofit` reads a
+# checkpoint as it is and returns a model alone.
 LOAD_KEYWORDS = frozenset(CONFIG_KEYWORDS) | frozenset(
     """
     adapter_kwargs adapter_name allow_all_kernels attn_implementation device_map device_mesh disable_mmap
@@ -57,12 +57,12 @@ LOAD_KEYWORDS = frozenset(CONFIG_KEYWORDS) | frozenset(
 
 
 def given(names: Iterable[str], load_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that have one of the names and a value."""
+    """Returns the keyword arguments with one of the names and a value other than None."""
     return {name: load_kwargs[name] for name in names if load_kwargs.get(name) is not None}
 
 
 def keywords_of(modules: Iterable[nn.Module]) -> frozenset[str]:
-    """Keywords that a decoder reads. `modules`: the decoder and the models around it."""
+    """Returns the keywords that a decoder reads. `modules` are the decoder and the models around it."""
     known: set[str] = set()
     open_ended = False
     for module in modules:
@@ -75,11 +75,13 @@ def keywords_of(modules: Iterable[nn.Module]) -> frozenset[str]:
 def refuse_unknown(
     caller: Callable[..., Any], given: Iterable[str], known: frozenset[str], only_near: bool = False
 ) -> None:
-    """Raises a `TypeError` for keywords that are not known, as Python does, with the nearest name.
+    """Raises a `TypeError` for an unknown keyword, as Python does, and suggests the nearest name.
 
     Args:
-        caller (`Callable`): whose arguments they are; its own names are suggested too.
-        only_near (`bool`): let a name pass that resembles none of them.
+        caller (`Callable`): the function that got the keywords. Its own arguments are suggested, too.
+        given (`Iterable[str]`): the keywords.
+        known (`frozenset[str]`): the names that are allowed.
+        only_near (`bool`, defaults to `False`): let a keyword pass if it resembles no name.
     """
     for name in given:
         if name in known:
@@ -95,7 +97,10 @@ def refuse_unknown(
 
 
 def suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """` Did you mean ...?`, or nothing where no known name is near (`cutoff`: of `difflib`, 1 = the same name)."""
+    """Returns ` Did you mean ...?`, or an empty text if no known name is near.
+
+    `cutoff` is that of `difflib`: 1 accepts only the same name.
+    """
     candidates = sorted(set(known))
     if ELSEWHERE.get(name) in candidates:
         return f" Did you mean `{ELSEWHERE[name]}`?"

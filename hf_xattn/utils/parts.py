@@ -1,8 +1,8 @@
-"""Parts of a model that a name in its configuration chooses: connectors, gates and codes of positions, ours and yours.
+"""Registers the parts that a configuration chooses by a name: connectors, gates and position encodings.
 
-A folder holds the name and the weights of a part. Its class is code, and is registered in each process before a model
-is built, by [`register_connector`], [`register_gate`] or [`register_position`]. The first values of its weights are
-those that its `__init__` gives.
+Some of them belong to this package, and users can add their own. A saved folder holds the name and the weights of a
+part. The class of a user's part is code, so it must be registered in each process before a model is built, with
+[`register_connector`], [`register_gate`] or [`register_position`]. Its weights are initialised by its `__init__`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from transformers import initialization as init
 from .stub import PACKAGE
 
 
-# What the constructors of `nn.Linear` and `nn.Embedding` call, in `torch.nn.init` and on tensors. Norms and gates do
-# not use them.
+# The functions of `torch.nn.init` and of tensors that the constructors of `nn.Linear` and `nn.Embedding` call. The
+# constructors of norms and gates do not call them.
 FILLS = frozenset({"kaiming_uniform_", "uniform_", "normal_", "zero_"})
 
 
 class ValuesComeLater(TorchFunctionMode):
-    """Leaves new layers without values. For constructors of a model that then calls `post_init`, or on the meta device.
+    """Context in which new layers get no values: for a model that calls `post_init` next, or on the meta device.
 
-    torch's layers draw random numbers in their constructors, and `_init_weights` writes every weight of a block or
-    connector again: on a CPU the lost numbers took more time than those that stay. A mode of torch holds for one
-    thread: models that other threads make are not changed.
+    torch's layers draw random numbers in their constructors, and then `_init_weights` writes every weight of a block or
+    connector again. On a CPU, the first numbers took more time than the second ones. A mode of torch holds for one
+    thread, so models that other threads build are not changed.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,13 +42,13 @@ class ValuesComeLater(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-# Inside: names of a configuration that comes with code, which registers them before the model is built.
+# True while a configuration is read whose checkpoint brings code, which registers the names before a model is built.
 _come_later: contextvars.ContextVar[bool] = contextvars.ContextVar("come_later", default=False)
 
 
 @contextlib.contextmanager
 def names_come_later(later: bool = True) -> Iterator[None]:
-    """Inside, a configuration may name parts that are not registered yet. Building one raises an error still."""
+    """Context in which a configuration may name parts that are not registered yet. Building them is still an error."""
     token = _come_later.set(later or _come_later.get())
     try:
         yield
@@ -60,8 +60,8 @@ class Parts:
     """The parts of one kind, by name.
 
     Args:
-        kind (`str`): what they are.
-        field (`str`): of the configuration, which names one.
+        kind (`str`): the word for such a part in messages.
+        field (`str`): the field of the configuration that names a part.
     """
 
     def __init__(self, kind: str, field: str):
@@ -69,17 +69,19 @@ class Parts:
         self._makers: dict[str, Callable[[Any], Any]] = {}
 
     def register(self, name: str, maker: Callable[[Any], Any], exist_ok: bool = False) -> None:
-        """Gives a part its name. `maker`, called with a configuration, makes one."""
+        """Registers a part under a name. `maker` is called with a configuration and returns the part."""
         known = self._makers.get(name)
         if known is not None and not exist_ok and (_is_ours(known) or not _is_same(known, maker)):
             raise ValueError(
                 f"Expected a new `name` for a {self.kind}, got {name!r}, which is {_path_of(known)}. Take another "
-                "name, or pass `exist_ok=True`: models that are built from now on get the new one."
+                "name, or pass `exist_ok=True` to replace it in models that are built from now on."
             )
         self._makers[name] = maker
 
     def check(self, name: Any, options: Any) -> None:
-        """Raises a `ValueError` for a name that is not registered, unless its code comes later, and for its options."""
+        """Raises a `ValueError` for a name that is not registered, unless its code comes later, and for options beside
+        a part of this package.
+        """
         if name not in self._makers and not _come_later.get():
             raise ValueError(self._unknown(name))
         if options is None:
@@ -88,19 +90,19 @@ class Parts:
             raise ValueError(f"`{self.kind}_options` are for a {self.kind} of your own, got {options!r} with {name!r}.")
 
     def is_own(self, name: str) -> bool:
-        """Whether a part is not of this package."""
+        """Whether a part does not belong to this package."""
         return name not in self._makers or not _is_ours(self._makers[name])
 
     def starts_at_zero(self, name: str) -> bool:
-        """Whether fresh parts return zero, as their class says."""
+        """Whether the class of a part says that a fresh part returns zero."""
         return bool(getattr(self._makers.get(name), "starts_at_zero", False))
 
     def keeps_positions(self, name: str) -> bool:
-        """Whether a connector gives one token for each patch, in their order, as its class says."""
+        """Whether the class of a connector says that it returns one token for each patch, in the order of patches."""
         return bool(getattr(self._makers.get(name), "keeps_positions", False))
 
     def needs_square(self, name: str) -> bool:
-        """Whether a connector reads square pictures alone."""
+        """Whether a connector reads only square images."""
         return bool(getattr(self._makers.get(name), "needs_square", False))
 
     def find(self, name: str) -> Callable[[Any], Any] | None:
@@ -112,7 +114,7 @@ class Parts:
         return self._makers[name]
 
     def make(self, name: str, config: Any) -> Any:
-        """A part with first values, which transformers does not write over."""
+        """Makes a part. The values that its constructor gives are marked, so that transformers keeps them."""
         part = self.maker(name)(config)
         if self.is_own(name):
             for module in part.modules():
@@ -122,9 +124,16 @@ class Parts:
         return part
 
     def write_first_values(self, name: str, part: Any, module: nn.Module, config: Any) -> bool:
-        """Writes what a checkpoint lacks of a module in an own part, and is empty memory, as the constructor gives it.
+        """Initialises weights of a user's part that a checkpoint lacks, with the values that the constructor gives.
 
-        Returns whether the module is in that part, which is no module where it is ours, or where there is no MLP.
+        Args:
+            name (`str`): name of the part.
+            part: the part. It may be something else than a module, and then holds none.
+            module (`nn.Module`): a module of the model, whose weights are empty memory.
+            config: the configuration of the part.
+
+        Returns:
+            `bool`: whether `module` belongs to the part, which is a user's own.
         """
         if not isinstance(part, nn.Module) or not self.is_own(name):
             return False
@@ -141,8 +150,8 @@ class Parts:
         known = ", ".join(map(repr, sorted(self._makers)))
         return (
             f"Expected `{self.field}` to name a {self.kind}: {known}, got {name!r}. Register one of your own first: "
-            f"`hf_xattn.register_{self.kind}({name!r}, ITS_CLASS)`, or load with `trust_remote_code=True` a checkpoint "
-            "that brings its code."
+            f"`hf_xattn.register_{self.kind}({name!r}, ITS_CLASS)`. If the checkpoint brings the code of the "
+            f"{self.kind}, load it with `trust_remote_code=True`."
         )
 
 
@@ -152,29 +161,30 @@ POSITIONS = Parts("position", "position")
 
 
 def named_parts(config: Any) -> list[tuple[Parts, str]]:
-    """The parts that an [`XAttnConfig`] chooses by a name, each with the parts of its kind."""
+    """Returns the names that an [`XAttnConfig`] chooses, each with the registered parts of its kind."""
     connector = [] if config.vision_config is None else [(CONNECTORS, config.connector_type)]
     block = config.cross_attention_config
     return [*connector, (GATES, block.gate), (POSITIONS, block.position)]
 
 
 def register_connector(name: str, connector: type[nn.Module], exist_ok: bool = False) -> None:
-    """Makes a connector of your own known under a name, for `connector_type` of [`XAttnConfig`] and [`retrofit`].
+    """Registers a connector of your own under a name, for `connector_type` of [`XAttnConfig`] and [`retrofit`].
 
-    Register it in each process, before a model that has it is built or loaded.
+    Register it in each process, before a model that uses it is built or loaded.
 
     Args:
-        name (`str`): as saved in the configuration.
-        connector (`type`): a class of `torch.nn.Module`. `connector(config)` gets the [`XAttnConfig`]: `vision_config`,
-            `cross_attention_config.context_size`, and your own `connector_options`. Its `forward` turns the features
-            of the vision tower `(..., tokens, width)` into image tokens `(..., tokens, context_size)`, more or fewer of
-            them, but equally many of each image. With `vision_feature_layer` of several layers, `width` is their sum.
-            `keeps_positions = True` in the class says that each token is that of one patch, in their order, which
-            `AttentionMaps.grid` needs.
-        exist_ok (`bool`, defaults to `False`): replace another one of this name.
+        name (`str`): the name that the configuration saves.
+        connector (`type`): a subclass of `torch.nn.Module`. It is called as `connector(config)` with the
+            [`XAttnConfig`], which holds `vision_config`, `cross_attention_config.context_size` and your own
+            `connector_options`. Its `forward` turns the features of the vision tower `(..., tokens, width)` into image
+            tokens `(..., num_image_tokens, context_size)`. It may return more or fewer tokens, but equally many for
+            each image. If `vision_feature_layer` names several layers, `width` is the sum of their widths. The class
+            attribute `keeps_positions = True` says that there is one token for each patch, in the order of patches,
+            which `AttentionMaps.grid` needs.
+        exist_ok (`bool`, defaults to `False`): replace a connector that has this name already.
 
     Raises:
-        ValueError: for a name that is taken.
+        ValueError: if the name is taken.
 
     Example:
 
@@ -197,22 +207,23 @@ def register_connector(name: str, connector: type[nn.Module], exist_ok: bool = F
 
 
 def register_gate(name: str, gate: type[nn.Module], exist_ok: bool = False) -> None:
-    """Makes a gate of your own known under a name, for `gate` of [`CrossAttentionConfig`].
+    """Registers a gate of your own under a name, for `gate` of [`CrossAttentionConfig`].
 
-    Register it in each process, before a model that has it is built or loaded. Its weights are float32, in a model of
-    any dtype; it gets its inputs in float32.
+    Register it in each process, before a model that uses it is built or loaded. The weights and the inputs of a gate
+    are float32, whatever the dtype of the model.
 
     Args:
-        name (`str`): as saved in the configuration.
-        gate (`type`): a class of `torch.nn.Module`. `gate(config)` gets the [`CrossAttentionConfig`] with your own
-            `gate_options`; each block makes one for the attention and one for the MLP. Its `forward(update,
-            hidden_states)` gets what the branch would add and the text `(batch, text_len, hidden_size)`, and returns
-            what is added, in the same shape. A class attribute `starts_at_zero = True` says that a fresh gate returns
-            zero: `zero_init=False` is then for you.
-        exist_ok (`bool`, defaults to `False`): replace another one of this name.
+        name (`str`): the name that the configuration saves.
+        gate (`type`): a subclass of `torch.nn.Module`. It is called as `gate(config)` with the
+            [`CrossAttentionConfig`], which holds your own `gate_options`. Each block makes one gate for the attention
+            and one for the MLP. Its `forward(update, hidden_states)` gets the output of the branch and the hidden
+            states of the text, both `(batch, text_len, hidden_size)`, and returns what the branch adds, in the same
+            shape. The class attribute `starts_at_zero = True` says that a fresh gate returns zero, so that
+            `zero_init=False` is allowed.
+        exist_ok (`bool`, defaults to `False`): replace a gate that has this name already.
 
     Raises:
-        ValueError: for a name that is taken.
+        ValueError: if the name is taken.
 
     Example:
 
@@ -239,23 +250,26 @@ def register_gate(name: str, gate: type[nn.Module], exist_ok: bool = False) -> N
 
 
 def register_position(name: str, position: type[nn.Module], exist_ok: bool = False) -> None:
-    """Makes a code of positions of your own known under a name, for `position` of [`CrossAttentionConfig`].
+    """Registers a position encoding of your own under a name, for `position` of [`CrossAttentionConfig`].
 
-    It changes queries and keys in front of the attention, as a rotary embedding does. Keys are cached as it returns
-    them. Register it in each process, before a model that has it is built or loaded.
+    It changes the queries and the keys before the attention, as a rotary embedding does. The cache holds the keys that
+    it returns. Register it in each process, before a model that uses it is built or loaded.
 
     Args:
-        name (`str`): as saved in the configuration.
-        position (`type`): a class of `torch.nn.Module`. `position(config)` gets the [`CrossAttentionConfig`] with your
-            own `position_options`; each block makes one. Its `forward(states, places, of)` is called of `"keys"`, with
-            keys `(rows, tokens, heads, head_dim)` and the place of each token in its image, from 0, `(1, tokens)`; and
-            of `"queries"`, with queries `(rows, text_len, heads, head_dim)` and the place of each token in its text,
-            without padding, `(rows or 1, text_len)`: `position_ids` where they are given. It returns states of the
-            same shape.
-        exist_ok (`bool`, defaults to `False`): replace another one of this name.
+        name (`str`): the name that the configuration saves.
+        position (`type`): a subclass of `torch.nn.Module`. It is called as `position(config)` with the
+            [`CrossAttentionConfig`], which holds your own `position_options`. Each block makes one. Its
+            `forward(states, places, of)` returns states of the same shape. It is called in two ways:
+
+            - With `of="keys"`, `states` are keys `(rows, tokens, heads, head_dim)`, and `places` are the places of the
+              tokens in their image, from 0, `(1, tokens)`.
+            - With `of="queries"`, `states` are queries `(rows, text_len, heads, head_dim)`, and `places` are the places
+              of the tokens in their text, `(rows or 1, text_len)`. These are the `position_ids`, if they are given;
+              otherwise padding is not counted.
+        exist_ok (`bool`, defaults to `False`): replace a position encoding that has this name already.
 
     Raises:
-        ValueError: for a name that is taken.
+        ValueError: if the name is taken.
 
     Example:
 
@@ -287,7 +301,7 @@ def _path_of(maker: Any) -> str:
 
 
 def _is_same(known: Any, maker: Any) -> bool:
-    """Whether a class is another's definition: from a cell of a notebook that ran again, or from a copy of its file."""
+    """Whether two classes have the same definition: a notebook cell ran again, or the file was copied."""
     if _path_of(known) == _path_of(maker):
         return True
     files = [getattr(sys.modules.get(each.__module__), "__file__", None) for each in (known, maker)]

@@ -1,8 +1,8 @@
-"""Linear layers for image tokens.
+"""Linear layers for image tokens, which are fast on CPUs without half-precision arithmetic.
 
-One call projects the thousands of tokens of an image. On a CPU without half-precision arithmetic, torch multiplies a
-half-precision matrix row by row, several times slower than float32 (`examples/benchmarks`, `projection`). There the
-layer computes in float32, which also rounds the result only once.
+One call projects the thousands of tokens of an image. On such a CPU, torch multiplies a half-precision matrix row by
+row, several times slower than in float32 (`examples/benchmarks`, `projection`). There the layer computes in float32,
+which also rounds the result only once.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ ROWS_AT_ONCE = 4096  # limits the memory of the float32 copies
 
 @functools.cache
 def multiplies_natively(dtype: torch.dtype) -> bool:
-    """Whether this CPU's matrix kernels compute in `dtype`."""
+    """Whether the matrix kernels of this CPU compute in `dtype`."""
     checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     if dtype not in checks or not torch.backends.mkldnn.is_available():
         return True
     if dtype == torch.bfloat16 and _cpu_has("avx512"):
-        # oneDNN says yes to AVX-512 alone, on which its bfloat16 takes four times as long as float32.
+        # oneDNN says yes if there is only AVX-512, with which its bfloat16 takes four times as long as float32.
         return _cpu_has("avx512_bf16") or _cpu_has("amx_tile")
     return bool(getattr(torch.ops.mkldnn, checks[dtype])())
 
 
 def _cpu_has(feature: str) -> bool:
-    """False also where this torch cannot tell."""
+    """Whether this CPU has a feature. False if this torch cannot tell."""
     return bool(getattr(torch.cpu, f"_is_{feature}_supported", bool)())
 
 

@@ -1,9 +1,9 @@
-"""What a saved folder needs to load without `import hf_xattn`: a stub, and the code itself where it is asked for.
+"""Writes what a saved folder needs to load without `import hf_xattn`: a stub, and on request the code of this package.
 
-With `trust_remote_code=True`, transformers runs the code that the `auto_map` of a checkpoint names: here a stub that
-imports this package. Where that is not installed, the stub raises an error, or uses the code beside it, which
-`save_pretrained(folder, with_code=True)` writes. Transformers copies a file that a file imports, but no folders. So all
-code is one file: a loader, and below it the files of this package as comments.
+With `trust_remote_code=True`, transformers runs the code that the `auto_map` of a checkpoint names. Here this is a stub
+that imports this package. If the package is not installed, the stub uses the code beside it, which
+`save_pretrained(folder, with_code=True)` writes, or raises an error. transformers copies the files that a file imports,
+but no folders. So all code is in one file: a loader, and below it the files of this package as comments.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..version import HOW_TO_INSTALL, __version__
 
 STUB, CODE = "xattn_stub", "xattn_code"
 LOADER = "utils.folder_code"  # the module with the loader
-PACKAGE = __name__.removesuffix(".utils.stub")  # another one than `hf_xattn` if this file came with a checkpoint
+PACKAGE = __name__.removesuffix(".utils.stub")  # `hf_xattn`, or another name if this file came with a checkpoint
 
 MODEL = "XAttnForConditionalGeneration"
-# By the `model_type` of a configuration: the classes that the Auto classes find in the stub.
+# The classes that the Auto classes find in the stub, by the `model_type` of a configuration.
 CLASSES = {
     "xattn": {
         "AutoConfig": "XAttnConfig",
@@ -35,7 +35,7 @@ CLASSES = {
     "xattn_block": {"AutoConfig": "CrossAttentionConfig", "AutoModel": "GatedCrossAttentionBlock"},
 }
 
-# Of a file that was written here: see `is_own_file`.
+# The beginning of each file that is written here, by which `is_own_file` knows it.
 NOTICE = (
     "# Copyright 2026 The hf_xattn developers. Licensed under the Apache License, Version 2.0 "
     "(http://www.apache.org/licenses/LICENSE-2.0),\n# without warranties or conditions of any kind."
@@ -83,8 +83,8 @@ WITHOUT_CODE = """\
         f"This model needs the Python package hf_xattn ({SAVED_BY} or newer). {HOW_TO_INSTALL} ({error})"
     ) from error"""
 
-# Where the classes of a checkpoint are. The code in a folder is these modules and all that they import at their top,
-# with what that imports.
+# The modules with the classes of a checkpoint. The code in a folder consists of these modules, of the modules that they
+# import at the top, and so on.
 ENTRIES = {
     "layers.block": ("GatedCrossAttentionBlock",),
     "configuration_xattn": ("CrossAttentionConfig", "XAttnConfig"),
@@ -100,20 +100,23 @@ WITH_CODE += "    installed = SAVED_BY\n    register_names(transformers)"
 
 
 class NamesItsStub:
-    """Part of configurations, models and processors of this package, which all save a stub."""
+    """Mixin for the configurations, models and processors of this package, which all save a stub."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """As in transformers, which then saves the code of the class. Classes of this package save the stub."""
+        """As in transformers, which then saves the code of a class. It does nothing for classes of this package, which
+        save the stub.
+        """
         if cls.__module__.startswith(f"{PACKAGE}."):
             return
         registered: Any = super()
         registered.register_for_auto_class(*(() if auto_class is None else (auto_class,)))
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
-        """The times of files before a save, which uploads the files that changed or are not named here.
+        """Returns the times of files before a save, which uploads all files that change, or that are not listed here.
 
-        Code is written before these times are read. So it is left out, and is uploaded too.
+        Code is written before these times are read, so it would seem unchanged. It is left out of the list, so it is
+        uploaded, too.
         """
         asked: Any = super()
         stamps: dict[str, float] = asked._get_files_timestamps(working_dir)
@@ -121,22 +124,21 @@ class NamesItsStub:
 
 
 def references(model_type: str) -> dict[str, str]:
-    """The `auto_map` of a configuration. Empty for a type that no Auto class loads."""
+    """Returns the `auto_map` of a configuration. It is empty for a type that no Auto class loads."""
     return {auto_class: f"{STUB}.{name}" for auto_class, name in CLASSES.get(model_type, {}).items()}
 
 
 def write_stub(folder: str | os.PathLike[str], with_code: bool = False, target: Path | None = None) -> None:
-    """Writes the stub into a folder, and the code.
+    """Writes the stub into a folder, and the code if it is wanted.
 
     Args:
         folder (`str`): the folder of a model, a configuration or a processor.
         with_code (`bool`): write the code too. It is always written if the folder holds code of an earlier save, which
             would be out of date, and if the running code itself came with a checkpoint.
-        target (`Path`, *optional*): the folder that the files will be moved to, which `own_code` lists; by default
-            `folder`.
+        target (`Path`, *optional*): the folder that the files will be moved to; by default `folder`.
 
     Raises:
-        ValueError: if that folder holds another file with the name of one that is written.
+        ValueError: if `target` holds another package's file under the name of the stub or the code.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,23 +160,23 @@ def write_stub(folder: str | os.PathLike[str], with_code: bool = False, target: 
 
 
 def holds_code(folder: Path) -> bool:
-    """Whether a folder's stub has the code beside it."""
+    """Whether a folder holds a stub with the code beside it."""
     stub = folder / f"{STUB}.py"
     return stub.is_file() and WITH_CODE in stub.read_text(encoding="utf-8")
 
 
 def own_code(folder: Path) -> list[Path]:
-    """The files in a folder that [`write_stub`] wrote."""
+    """Returns the files in a folder that [`write_stub`] has written."""
     return [path for path in folder.glob("*.py") if is_own_file(path)]
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether [`write_stub`] wrote a file."""
+    """Whether [`write_stub`] has written a file."""
     return path.suffix == ".py" and path.read_text(encoding="utf-8", errors="replace").startswith(NOTICE)
 
 
 def code_modules() -> list[str]:
-    """The modules that a checkpoint's classes import at their top, and folders. What a function imports stays out."""
+    """Returns the modules of the code, with the packages that they are in. Imports in functions are left out."""
     found: set[str] = set()
     asked = {*ENTRIES, LOADER}
     while asked:
@@ -184,7 +186,7 @@ def code_modules() -> list[str]:
 
 
 def _imports(module: str) -> set[str]:
-    """The modules of this package that one of them imports, and the folders that they are in."""
+    """Returns the modules of this package that a module imports at its top, with the packages that it is in."""
     *folders, _ = module.split(".")
     found = {".".join(folders[:depth]) for depth in range(1, len(folders) + 1)}
     for node in ast.parse(_source(module)).body:
@@ -202,7 +204,7 @@ def _spec(module: str) -> Any:
 
 
 def _source(module: str) -> str:
-    """The text of a module, from its file or from the code in a folder."""
+    """Returns the text of a module, from its file or from the code in a folder."""
     spec = _spec(module)
     return spec.loader.get_source(spec.name)
 

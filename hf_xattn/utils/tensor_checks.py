@@ -1,4 +1,6 @@
-"""Checks of single tensors that several arguments share, which read no values, and what a quantized weight is."""
+"""Checks single tensors by their type, dtype and shape, and recognises quantized weights. Values are read rarely,
+because this waits for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +11,38 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-INTEGERS = (torch.int64, torch.int32)  # what an embedding takes
+INTEGERS = (torch.int64, torch.int32)  # the dtypes that an embedding takes
 
 
 def check_tensor(name: str, value: Any) -> None:
-    """Raises a `TypeError` for a list, an array, an image, ..."""
+    """Raises a `TypeError` for anything but a tensor, such as a list, an array or an image."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"Expected `{name}` to be a torch.Tensor, got {type_name(value)}. A processor makes tensors of texts and "
-            "images, `torch.as_tensor` makes them of arrays and lists."
+            "images, and `torch.as_tensor` makes them of arrays and lists."
         )
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a shape and no values (`FakeTensorMode`)."""
+    """Whether a tensor has a shape but no values (`FakeTensorMode`)."""
     return isinstance(tensor, FakeTensor)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether values can be read here: not in code that is compiled, exported, traced or captured."""
+    """Whether the values of a tensor can be read. In compiled, exported, traced or captured code they cannot."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta or is_fake(tensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def type_name(value: Any) -> str:
-    """The type of a value as a reader knows it: `list`, `numpy.ndarray`, `PIL.Image.Image`, ..."""
+    """Returns the name of a value's type for a message: `list`, `numpy.ndarray`, `PIL.Image.Image`, ..."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def check_bool(name: str, tensor: torch.Tensor) -> None:
-    """Raises a `TypeError` where a mask is not boolean."""
+    """Raises a `TypeError` for a mask that is not boolean."""
     if tensor.dtype != torch.bool:
         raise TypeError(
             f"Expected `{name}` to be a boolean tensor (True = attend), got {tensor.dtype}. Use `{name}.bool()` for a "
@@ -49,7 +51,7 @@ def check_bool(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_no_bias(name: str, tensor: torch.Tensor) -> None:
-    """Raises a `ValueError` for a mask that is to be added to scores: its zeros attend."""
+    """Raises a `ValueError` for a mask of the other kind, which is added to scores and in which 0 means to attend."""
     if tensor.is_floating_point() and has_values(tensor) and not ((tensor == 0) | (tensor == 1)).all():
         raise ValueError(
             f"Expected `{name}` to be boolean, or 1 (attend) and 0 (do not), got {tensor.min().item():g} to "
@@ -58,13 +60,13 @@ def check_no_bias(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_floating(name: str, tensor: torch.Tensor, remedy: str = "") -> None:
-    """Raises a `TypeError` for integers and booleans."""
+    """Raises a `TypeError` for a tensor that is not floating point. `remedy` ends the message."""
     if not tensor.is_floating_point():
         raise TypeError(f"Expected `{name}` to be floating point, got {tensor.dtype}{remedy}.")
 
 
 def check_integers(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...] = INTEGERS) -> None:
-    """Raises a `TypeError` for anything but integers of these widths."""
+    """Raises a `TypeError` for a tensor of any other dtype than `dtypes`."""
     if tensor.dtype not in dtypes:
         raise TypeError(
             f"Expected `{name}` to hold integers ({' or '.join(str(dtype) for dtype in dtypes)}), got {tensor.dtype}."
@@ -72,15 +74,15 @@ def check_integers(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, .
 
 
 def check_states(states: torch.Tensor, context_size: int, by_image: bool = False) -> None:
-    """Checks a source of keys and values.
+    """Checks image tokens, from which keys and values are computed.
 
     Args:
-        states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`; with `by_image` also `(batch, num_images,
-            tokens, context_size)`.
+        states (`torch.Tensor`): image tokens `(batch, num_image_tokens, context_size)`. With `by_image`, the shape
+            `(batch, num_images, tokens, context_size)` is allowed, too.
 
     Raises:
         TypeError: for anything but a floating point tensor.
-        ValueError: for another rank or width, or where it holds no token.
+        ValueError: for another number of axes, for another width, and for a tensor without tokens.
     """
     check_tensor("cross_attention_states", states)
     check_floating("cross_attention_states", states)
@@ -95,36 +97,36 @@ def check_states(states: torch.Tensor, context_size: int, by_image: bool = False
 
 
 def is_quantized(weight: torch.Tensor) -> bool:
-    """Whether a weight is stored in 8 bit or less: integers, 8-bit floats, or a tensor of torchao's classes."""
+    """Whether a weight is stored in 8 bits or less: as integers, as 8-bit floats, or in one of torchao's classes."""
     if hasattr(weight, "_local_tensor"):  # sharded
         weight = weight._local_tensor
     return not weight.is_floating_point() or weight.dtype.itemsize == 1 or hasattr(weight, "__tensor_flatten__")
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether a quantizer (GPTQ, AWQ, HQQ) has replaced a linear layer by a class that is none."""
+    """Whether a quantizer (GPTQ, AWQ, HQQ) has replaced a linear layer by a class that is no `nn.Linear`."""
     return hasattr(module, "qweight") or type(module).__name__ == "HQQLinear"
 
 
 def first_quantized(module: nn.Module) -> str | None:
-    """Name of the first quantized weight of a module, or None."""
+    """Returns the name of the first quantized weight of a module, or None."""
     return next((name for name, weight in module.named_parameters() if is_quantized(weight)), None)
 
 
 def check_trainable(part: str, module: nn.Module, remedy: str) -> None:
-    """Raises a `ValueError` for a part with quantized weights. `remedy`: a sentence."""
+    """Raises a `ValueError` for a part with quantized weights. `remedy` is the last sentence of the message."""
     if (name := first_quantized(module)) is not None:
         raise untrainable(part, name, module.get_parameter(name), remedy)
 
 
 def untrainable(part: str, name: str, weight: torch.Tensor, remedy: str) -> ValueError:
-    """The error for a quantized weight that shall be trained."""
+    """Returns the error for a quantized weight that is to be trained."""
     kind = type(weight).__name__ if hasattr(weight, "__tensor_flatten__") else str(weight.dtype)
     return ValueError(f"The weights of {part} are quantized ({name}: {kind}) and cannot be trained. {remedy}")
 
 
 def plain_tensors(weight: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a weight consists of: several for classes of torchao's, otherwise the weight itself."""
+    """Returns the tensors that a weight consists of: several for torchao's classes, otherwise the weight itself."""
     if type(weight) in (torch.Tensor, nn.Parameter) or not hasattr(weight, "__tensor_flatten__"):
         return [weight]
     names, _ = weight.__tensor_flatten__()
@@ -132,6 +134,6 @@ def plain_tensors(weight: torch.Tensor) -> list[torch.Tensor]:
 
 
 def shape_before(weight: torch.Tensor) -> torch.Size:
-    """The shape of a weight before it was quantized. bitsandbytes packs 4-bit values into one long column."""
+    """Returns the shape that a weight had before it was quantized. bitsandbytes packs 4-bit values into one column."""
     state = getattr(weight, "quant_state", None)
     return weight.shape if state is None else torch.Size(state.shape)

@@ -1,8 +1,8 @@
-"""A table of what differs between the vision towers of transformers.
+"""A table of the vision towers of transformers that differ from the others.
 
-Most towers need no entry: the signature of `forward` tells whether a model can be one, and a blank picture how wide its
-features are (`parts/measured_towers.py`). A test walks all vision models of transformers, and trains, saves and asks a
-small model with each.
+Most vision models need no entry. The signature of `forward` shows whether a model can be a tower, and a blank image
+shows how wide its features are (`parts/measured_towers.py`). A test goes through all vision models of transformers. It
+trains, saves and asks a small model with each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 
-# Classes that transformers does not register with `AutoModel`, by the `model_type` of their configuration.
+# Classes that `AutoModel` does not know, by the `model_type` of their configuration.
 CLASSES = {
     "align_vision_model": "AlignVisionModel",
     "altclip_vision_model": "AltCLIPVisionModel",
@@ -47,7 +47,7 @@ CLASSES = {
     "unlimited_ocr_vision": "UnlimitedOcrVisionModel",
     "xclip_vision_model": "XCLIPVisionModel",
 }
-# Why the tests do not try a tower. `retrofit` measures it as any other.
+# Towers that are not tested, with the reason. `retrofit` measures them as any other tower.
 UNTESTED = {
     "dinat": "needs the package `natten`",
     "edgetam_vision_model": "needs the package `timm`",
@@ -56,22 +56,22 @@ UNTESTED = {
     "pp_ocrv6_small_det": "has no configuration of its own that can be built",
     "timm_wrapper": "needs the package `timm`",
 }
-# Towers whose map of features has the channels last: (images, height, width, channels).
+# Towers that return features with the channels last: (images, height, width, channels).
 CHANNELS_LAST = ("sam2_hiera_det_model", "sam2_vision_model")
-# Towers that return the tokens of all images, which have one size, one after the other in one row.
+# Towers that return the tokens of all images behind each other in one row. The images have the same size.
 ONE_ROW = ("pixtral",)
-# Towers whose tokens are learned queries (detectors, groups, documents): a token has no place in the picture.
+# Towers whose tokens are learned queries (detectors, groups, documents), so that a token has no place in the image.
 QUERIES = frozenset(
     """conditional_detr d_fine dab-detr deepseek_ocr2_vision deformable_detr deimv2 detr groupvit_vision_model lw_detr
 pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4 rf_detr rt_detr rt_detr_v2 table-transformer""".split()
 )
 
-# Models for text and images that also take images alone.
+# Models for text and images that also run on images alone.
 TEXT_IS_OPTIONAL = ("layoutlmv3",)
 
 VIDEO = "it reads videos"
 PATCHES = "it reads patches that its image processor cuts, with their sizes in further arguments"
-# Why towers that take `pixel_values` alone, as far as their `forward` tells, cannot be one.
+# Models that cannot be a tower, with the reason, although their `forward` seems to need `pixel_values` alone.
 REFUSED = {
     "minicpm_ocr_vision": PATCHES,
     "minicpmv4_6_vision": PATCHES,
@@ -92,7 +92,7 @@ def class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def class_of_type(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
-    """[`class_of`] for a class of configurations."""
+    """Returns what [`class_of`] returns, for the class of a configuration."""
     if config_class in MODEL_MAPPING:
         found = MODEL_MAPPING[config_class]
         return found if isinstance(found, type) else None
@@ -100,7 +100,7 @@ def class_of_type(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]
 
 
 def own_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """[`class_of`] where `AutoModel` does not know the class, else None."""
+    """Returns the class of the tower if `AutoModel` does not know it, else None."""
     return None if type(config) in MODEL_MAPPING else _own_class(type(config))
 
 

@@ -1,7 +1,7 @@
-"""What this package uses of transformers beyond its public API, and in which versions it was seen.
+"""Lists the private names of transformers that this package uses, and evens out differences between its versions.
 
-Private names may change with any release. A test compares the table of them with the code of this package and with the
-installed transformers. The rest of the package imports from here the names that some supported versions lack.
+Private names may change with any release. A test compares the table below with the code of this package and with the
+installed transformers. The rest of the package imports names that some supported versions lack from here.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from packaging.version import Version
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without what `REPAIRED` says of it
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # see `REPAIRED`
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..version import __version__
 
 
-# The oldest and the newest version of transformers that all tests ran with.
+# The oldest and the newest version of transformers with which all tests ran.
 OLDEST, NEWEST = "5.17.0", "5.24.0"
-# What a report of a bug should name, in this order.
+# The packages whose versions a bug report should name, in this order.
 PACKAGES = ("transformers", "torch", "accelerate", "peft", "trl", "datasets", "vllm")
 
-# What is used, the module that defines it, and the first version that has it.
+# The names that are used, by the module that defines them and the first version that has them.
 _TABLE = {
     ("configuration_utils", OLDEST): """
         _attn_implementation _attn_implementation_internal _auto_class _experts_implementation
@@ -59,24 +59,24 @@ _TABLE = {
 }
 PRIVATE = {name: where for where, names in _TABLE.items() for name in names.split()}
 
-# What went wrong in a version that has the name, and the first version that does it right.
+# Things that earlier versions do wrongly, with the first version that does them right.
 REPAIRED = {
     "cache of FP8": "5.21.0",  # before, quantized caches needed a library
     "parts of ranks": "5.20.0",  # before, `from_pretrained` did not find such files
-    "special tokens of a GGUF file": "5.18.0",  # before, text ended with the token that begins it, and padding was none
+    "special tokens of a GGUF file": "5.18.0",  # before, texts ended with the begin token, and nothing was padding
     "prefill_chunk_size": "5.23.0",  # before, text in the cache was read a second time
-    # before, `from transformers import AutoImageProcessor` asked for it
+    # before, `from transformers import AutoImageProcessor` needed torchvision
     "AutoImageProcessor without torchvision": "5.18.0",
-    "activate_past_recording": "5.18.0",  # before, attention got all that a sliding window had recorded
+    "activate_past_recording": "5.18.0",  # before, attention read all that a sliding window had recorded
     "modules_to_save": "5.18.0",  # before, `load_adapter` left such modules of an adapter at the values of the base
     "cache": "5.24.0",  # before, models called this argument, and this field of their results, `past_key_values`
 }
 
 
 def warn_of_version(version: str = transformers.__version__) -> None:
-    """Warns where the installed transformers is older or newer than all versions that the tests ran with.
+    """Warns if the installed transformers is older or newer than all versions that were tested.
 
-    A newer one is used as far as it works. The warning lists the private names that it lacks.
+    A newer version is used as far as it works. The warning lists the private names that it lacks.
     """
     given, newest = Version(Version(version).base_version), Version(NEWEST)
     if given < Version(OLDEST):
@@ -98,7 +98,7 @@ def warn_of_version(version: str = transformers.__version__) -> None:
 
 
 def installed() -> dict[str, str]:
-    """The versions of this package, of the packages that it works with as far as they are installed, and of Python."""
+    """Returns the versions of this package, of `PACKAGES` as far as they are installed, and of Python."""
     found = {"hf_xattn": __version__}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -107,7 +107,7 @@ def installed() -> dict[str, str]:
 
 
 def exists(name: str) -> bool:
-    """Whether a name of `PRIVATE` stands in the source of the installed transformers, in the module of the table."""
+    """Whether the installed transformers has a name of `PRIVATE` in the source of its module."""
     file = Path(transformers.__file__).parent.joinpath(*PRIVATE[name][0].split(".")).with_suffix(".py")
     return file.is_file() and name in file.read_text(encoding="utf-8")
 
@@ -118,12 +118,17 @@ def is_before(version: str) -> bool:
 
 
 def has(name: str) -> bool:
-    """Whether the installed transformers has a name of `PRIVATE`, or does right what `REPAIRED` names."""
+    """Whether the installed transformers has a name of `PRIVATE`, or does a thing of `REPAIRED` right."""
     return not is_before(_since(name))
 
 
 def needs(name: str, what: str) -> str:
-    """Says which version of transformers something needs, for an error. `name`: as for [`has`], or a version."""
+    """Returns an error message that says which version of transformers something needs.
+
+    Args:
+        name (`str`): a name of `PRIVATE` or `REPAIRED`, or a version.
+        what (`str`): what needs the version. It begins the message.
+    """
     return f"{what} needs transformers {_since(name)} or newer, got {transformers.__version__}."
 
 
@@ -133,17 +138,17 @@ def _since(name: str) -> str:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# What the installed transformers calls the cache, among the arguments and in the results of every model.
+# The name that the installed transformers gives the cache, in the arguments and the results of every model.
 CACHE = "cache" if has("cache") else "past_key_values"
 
 
 def takes_cache(function: Function) -> Function:
-    """Lets a function with an argument `cache` take it under the name `past_key_values`, too.
+    """Decorates a function with an argument `cache`, so that it also takes it under the name `past_key_values`.
 
-    Since 5.24, transformers does so with the same decorator: the old name warns, and beside `cache` it warns and is
-    ignored. Before, `past_key_values` is the name that transformers passes and looks for in signatures.
+    Since 5.24, transformers uses the same decorator for this. The old name gives a warning, and beside `cache` it is
+    ignored. Earlier versions pass the name `past_key_values`, and look for it in signatures.
     """
-    removed_in = "5.40.0" if has("cache") else "0"  # a warning comes with versions before
+    removed_in = "5.40.0" if has("cache") else "0"  # a warning comes in all versions before this one, so "0" gives none
     renamed: Any = deprecate_kwarg("past_key_values", removed_in, new_name="cache")(function)
     signature = inspect.signature(function)
     parameters = [each.replace(name=CACHE) if each.name == "cache" else each for each in signature.parameters.values()]
@@ -151,11 +156,11 @@ def takes_cache(function: Function) -> Function:
     return renamed
 
 
-HAS_RECORDING = has("activate_past_recording")  # once: compiled code asks
+HAS_RECORDING = has("activate_past_recording")  # computed once, because compiled code reads it
 
 
 def check_recorded(cache: Cache) -> None:
-    """Raises a `ValueError` for a window that has recorded too much, for a transformers without `HAS_RECORDING`."""
+    """Raises a `ValueError` for a sliding window that has recorded too much for a transformers before 5.18."""
     layer: Any
     for layer in cache.layers:
         if (
@@ -168,7 +173,7 @@ def check_recorded(cache: Cache) -> None:
 
 
 def check_tokenizer(gguf_file: str | None) -> None:
-    """Raises a `ValueError` for the tokenizer of a GGUF file whose special tokens would be others."""
+    """Raises a `ValueError` if the installed transformers would read wrong special tokens from a GGUF file."""
     if gguf_file is not None and not has("special tokens of a GGUF file"):
         raise ValueError(
             needs("special tokens of a GGUF file", f"The tokenizer of {gguf_file}")
@@ -177,20 +182,23 @@ def check_tokenizer(gguf_file: str | None) -> None:
 
 
 def is_blank_card(text: str) -> bool:
-    """Whether a model card is the empty form that transformers uploads to a repository without a card."""
+    """Whether a model card is the empty template that transformers uploads to a repository without a card."""
     return "model that has been pushed on the Hub. This model card has been automatically generated." in text
 
 
 def empty_dynamic_layers(cache: Cache) -> None:
-    """Empties the layers of a reset cache. Before 5.18, transformers kept their length, and zeros in them."""
+    """Empties the dynamic layers of a reset cache. transformers before 5.18 keeps their length, and fills them with
+    zeros.
+    """
     for layer in cache.layers:
         if isinstance(layer, DynamicLayer):
             _empty(layer)
 
 
 def empty_all_layers(cache: Cache) -> None:
-    """Empties a reset cache for text of any number of rows. transformers keeps zeros for as many rows as before in
-    static layers and in those of states.
+    """Empties all layers of a reset cache, so that it takes text with any number of rows.
+
+    transformers keeps zeros for the rows from before, in static layers and in layers with states.
     """
     for layer in cache.layers:
         _empty(layer)
@@ -237,7 +245,7 @@ except ImportError:
             return CONFIG_MAPPING[model_type](**fields), kwargs
 
     class DeclaresParts:  # type: ignore[no-redef]
-        """Base of configurations that declare their parts in `sub_configs_defaults`: makes them configurations."""
+        """Base of configurations that declare their parts in `sub_configs_defaults`. It builds the parts."""
 
         sub_configs_defaults: dict[str, SubConfigSpec] = {}
         sub_configs: dict[str, Any] = {}
@@ -261,7 +269,7 @@ try:  # since 5.23
 except ImportError:
 
     class DummyLayer:  # type: ignore[no-redef]
-        """A layer of a cache that holds nothing. Older versions have none."""
+        """A layer of a cache that holds nothing. Older versions do not have this class."""
 
 
 try:  # since 5.22
@@ -274,14 +282,14 @@ try:  # since 5.18
 except ImportError:
 
     def resolve_revision(name: str, revision: str | None = None, **hub: Any) -> str | None:  # type: ignore[misc]
-        """The commit that a revision means now, where it can be found. Before 5.18, configurations carried it."""
+        """Returns the commit that a revision means now, if it can be found. Before 5.18, configurations hold it."""
         import os
 
         if os.path.exists(name):
             return revision
         try:
             config, _ = PreTrainedConfig.get_config_dict(name, revision=revision, **hub)
-        except OSError:  # as since 5.18: who loads the files says what is wrong
+        except OSError:  # no error, as since 5.18: loading the files gives a better one
             return revision
         return config.get("_commit_hash") or revision
 
@@ -290,5 +298,5 @@ __all__ = ["ALL_PARALLEL_STYLES", "AutoImageProcessor", "DummyLayer", "SubConfig
 
 
 def name_causal_lm(name: str) -> None:
-    """Names a class whose labels are of the next token. By it `Trainer` shifts the labels for label smoothing."""
+    """Tells transformers that a class predicts the next token, so that `Trainer` shifts labels for label smoothing."""
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[f"xattn {name}"] = name

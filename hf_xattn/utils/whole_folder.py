@@ -1,7 +1,8 @@
-"""Writes a folder or a file whole, or not at all, also where the process is killed meanwhile.
+"""Writes a folder or a file whole or not at all, also if the process is killed while it writes.
 
-New files are written into a hidden folder. One rename brings a new folder, or a file, to its place. In a folder that
-exists, the files take their places one by one, configuration and index last. Until then a marker lies beside them.
+New files are written into a hidden folder. One rename then brings a new folder, or a single file, to its place. In an
+existing folder, the files are replaced one by one, the configuration and the index last. Until this is done, a marker
+file lies beside them, and a folder with a marker is not loaded.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from safetensors import SafetensorError
 
 
 HIDDEN, MARKER = ".hf_xattn-save-", ".hf_xattn-unfinished"
-LAST = re.compile(r"(config|index|cross_attention)[\w.-]*\.json$")  # what says which model a folder holds
+LAST = re.compile(r"(config|index|cross_attention)[\w.-]*\.json$")  # the files that say which model a folder holds
 
 
 class WholeFolder:
-    """Writes files into a folder, all or none. `with WholeFolder(target) as fresh: ...` writes into `fresh`.
+    """Context that writes files into a folder, all or none.
+
+    The body of `with WholeFolder(target) as fresh: ...` writes into the folder `fresh`.
 
     Args:
-        target (`str` or `Path`): the folder. Files of it that the body does not write stay.
-        stale (`Callable`, *optional*): returns files of an earlier save, which go unless they are written again.
+        target (`str` or `Path`): the folder. Its files that the body does not write are kept.
+        stale (`Callable`, *optional*): returns files of an earlier save. Those that are not written again are removed.
 
     Raises:
-        OSError: for a full disk, among others. `target` is then as it was before.
+        OSError: for a full disk, for example. `target` is then as it was before.
     """
 
     def __init__(self, target: str | os.PathLike[str], stale: Callable[[Path], Iterable[Path]] | None = None):
@@ -53,7 +56,7 @@ class WholeFolder:
         self._hidden.__exit__(*error)
 
     def commit(self) -> None:
-        """Brings the files to their places. The end of the `with` statement does it too."""
+        """Moves the files to their places. The end of the `with` statement does this, too."""
         if not self.fresh.is_dir():
             return
         files = [str(path.relative_to(self.fresh)) for path in self.fresh.rglob("*") if not path.is_dir()]
@@ -70,7 +73,7 @@ class WholeFolder:
     def _replace(self, files: list[str]) -> None:
         if name := next((name for name in files if (self.target / name).is_dir()), None):
             raise IsADirectoryError(errno.EISDIR, "Expected a file, got a folder", str(self.target / name))
-        with _locked(self.target):  # files of two saves do not mix
+        with _locked(self.target):  # so that the files of two saves do not mix
             old = () if self._stale is None else self._stale(self.target)
             stale = {path.name for path in old}.difference(files)
             marker = self.target / MARKER
@@ -89,7 +92,7 @@ class WholeFolder:
 
 
 def refuse_unfinished(folder: str | os.PathLike[str]) -> None:
-    """Raises a `ValueError` for a folder in which a save was cut off. To be called before the folder is read."""
+    """Raises a `ValueError` for a folder in which a save was cut off. Call it before the folder is read."""
     marker = Path(folder) / MARKER
     if marker.is_file():
         what = f"A save into {folder} was cut off or goes on, so it may hold files of two saves"
@@ -97,13 +100,13 @@ def refuse_unfinished(folder: str | os.PathLike[str]) -> None:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether a folder is new, or empty but for what a killed process has left before it changed anything."""
+    """Whether a folder is new or empty. Hidden folders that killed processes have left do not count."""
     return not folder.exists() or (folder.is_dir() and all(path.name.startswith(HIDDEN) for path in folder.iterdir()))
 
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields the path to write to. The file replaces the one at `path` at the end, unless there was an error."""
+    """Context that yields a path to write to. At its end, unless there was an error, the file moves to `path`."""
     path = Path(path).resolve()
     with _hidden_folder(path) as hidden:
         yield hidden / path.name
@@ -111,7 +114,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def replace_file(written: Path, path: Path) -> None:
-    """Moves a file to the place of another one. It is on the disk before it gets the name."""
+    """Moves a file to the place of another one, after all its content is on the disk."""
     _flush(written)
     os.replace(written, path)
 
@@ -123,22 +126,22 @@ def _flush(file: Path) -> None:
 
 @contextlib.contextmanager
 def _hidden_folder(target: Path) -> Iterator[Path]:
-    """Makes a folder in or beside a target, and removes those of killed processes."""
+    """Context that makes a hidden folder in or beside a target. It removes those that killed processes have left."""
     parent = target if target.is_dir() else target.parent
     own = HIDDEN + hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12] + "-"
     for left in parent.glob(f"{HIDDEN}*"):
-        # On a network file system, a lock of another machine may not be seen here: its folders stay.
+        # Locks of other machines may not be seen on a network file system, so the folders of other machines stay.
         if left.is_symlink() or not left.name.startswith(own):
             continue
         with _locked(left, wait=False) as is_abandoned:
-            if is_abandoned and list(left.glob("*")):  # an empty one may be new, and locked next
+            if is_abandoned and list(left.glob("*")):  # an empty folder may belong to a process that locks it next
                 shutil.rmtree(left, ignore_errors=True)
     hidden = Path(tempfile.mkdtemp(prefix=own, dir=parent))
     try:
         with _locked(hidden):
             yield hidden
     except (OSError, SafetensorError) as error:
-        found = re.search(r"(?:Errno|os error) (\d+)", str(error))  # safetensors tells it in words
+        found = re.search(r"(?:Errno|os error) (\d+)", str(error))  # safetensors has the number only in its message
         if found is None or int(found[1]) not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             raise
         raise OSError(int(found[1]), f"{target} could not be written: {os.strerror(int(found[1]))}") from error
@@ -148,7 +151,10 @@ def _hidden_folder(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
-    """Locks a folder. Yields whether it is locked: another process may have it, and not every system has locks."""
+    """Context that locks a folder. It waits for other processes, unless `wait` is False.
+
+    It yields whether the folder is locked. It is not if another process holds the lock, or if the system has no locks.
+    """
     is_locked = False
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, OSError):
@@ -156,6 +162,7 @@ def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
 
             stack.callback(os.close, descriptor := os.open(folder, os.O_RDONLY))
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # a process that was forked has the descriptor too
+            # Closing is not enough, because a process that was forked meanwhile has the descriptor, too.
+            stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
             is_locked = True
         yield is_locked

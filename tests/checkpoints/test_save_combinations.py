@@ -137,7 +137,7 @@ CASES = {
     "a_file": (a_file, "to be a folder, got", "to be a folder, got"),
 }
 # On a quantized base transformers would save the model's weights in place of those that are given.
-QUANTIZED = {"given_weights": ("Leave `state_dict` out: of a quantized model", EQUAL)}
+QUANTIZED = {"given_weights": ("Expected no `state_dict` for a quantized model", EQUAL)}
 
 
 # Methods of quantization differ in these cases alone. The other blocks are trained on one checkpoint, the float one.

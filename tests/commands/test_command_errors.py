@@ -61,9 +61,7 @@ def test_devices(saved, data, tmp_path, capsys, command):
     assert not (tmp_path / "out").exists()
     (commands,) = [action.choices for action in _parser()._actions if isinstance(action.choices, dict)]
     (option,) = [action for action in commands[command]._actions if action.dest == "device"]
-    assert option.choices is None and option.help.startswith(
-        "auto (a GPU if there is one), cpu, cuda, cuda:1, mps, xpu, ..."
-    )
+    assert option.choices is None and "cpu, cuda, cuda:1, mps, xpu, ..." in option.help
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])

@@ -273,7 +273,7 @@ def test_errors_are_one_line(saved, capsys, tmp_path):
         (["chat", model, "--temperature", "nan"], "--temperature: invalid float of at least 0"),
         (["web", model, "--image-store", "-1"], "--image-store: invalid int of at least 0"),
         (["generate", model, "--prompt", "a", "--image", "a", "--image-cache", "b"], "--image-cache: not allowed with"),
-        (["inspect"], "one of the arguments DIR --architectures --towers is required"),
+        (["inspect"], "one of the arguments MODEL --architectures --towers is required"),
         (["inspect", text, "--architectures"], "not allowed with argument"),
     ):
         with pytest.raises(SystemExit):
@@ -317,7 +317,7 @@ def test_what_comes_next(saved, tmp_path, capsys):
     status, out, _ = run(capsys, *command, tmp_path / "blind")
     *_, state, following = out.splitlines()
     assert "The model is blind" in state and "see nothing yet" in state
-    assert following == f"Next, to see: hf-xattn retrofit {saved / 'text'} --vision V --output DIR"
+    assert following == f"To let it see images: hf-xattn retrofit {saved / 'text'} --vision TOWER --output DIR"
     for every, told in (("100", True), ("4", False)):
         _, out, _ = run(capsys, "retrofit", saved / "text", "--every", every, "--output", tmp_path / every)
         assert ("`--every 100` is more than the 4 layers: there is one block" in out) == told

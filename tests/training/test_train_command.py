@@ -1,5 +1,6 @@
 """`hf-xattn train`: from a folder of pictures to a folder of a model, with a real `Trainer`."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -16,11 +17,13 @@ from helpers.models.tiny_models import make_text, randomize
 from helpers.processes.command_runs import FAST, interrupted, run_training
 from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
+from hf_xattn.commands.train import GROUPS
 from hf_xattn.data.forms import FORMS
 from hf_xattn.data.loading import load_rows
 from hf_xattn.data.rows import ROLES
 from hf_xattn.training.run_data import digest_of_pictures
 from hf_xattn.training.run_folder import OPTIONS_FILE
+from hf_xattn.training.training_options import TrainingOptions
 from hf_xattn.utils.projection import multiplies_natively
 
 
@@ -276,6 +279,12 @@ def test_help_names_the_fields(capsys):
     for form in FORMS:
         assert f"  {', '.join(form)}  " in told or f"  file_name, {', '.join(form)}  " in told
     assert "images, a list of files" in told and all(role in told for role in ROLES)
+
+
+def test_each_option_is_in_one_group():
+    """An option of a run that the command line does not have, or has twice."""
+    options = [field.name for field in dataclasses.fields(TrainingOptions) if "argument" in field.metadata]
+    assert sorted(" ".join(GROUPS.values()).split()) == sorted(options)
 
 
 def test_rows_that_cannot_be_trained_on(model, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The demo's photographs: things in front of several grounds, with questions and answers, and a vision tower.
+"""Makes the data and the vision tower of the demo with photographs: pictures of things, questions and answers.
 
-The photographs are those of Debian's package `tuxpaint-stamps-default`, and the tower is EfficientNet-Lite0.
+The photographs come from Debian's package `tuxpaint-stamps-default`, and the vision tower is EfficientNet-Lite0.
 """

