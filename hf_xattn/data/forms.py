@@ -1,7 +1,7 @@
 """The forms of an example, and the row for a collator that each becomes.
 
-A form is known by its fields. Beside them an example may have pictures (`PICTURES`) and other columns, which stay in
-the row, so that a picture in a column of another name is refused later.
+A form is known by its fields. Beside them an example may have images (`PICTURES`) and other columns, which stay in
+the row, so that an image in a column of another name is refused later.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def is_caption(example: Mapping[str, Any]) -> bool:
 
 
 def row_of(example: Mapping[str, Any], folder: Path, prompt: str) -> dict[str, Any]:
-    """Returns the row of an example: `messages`, or `prompt` and `completion`, with pictures in their parts.
+    """Returns the row of an example: `messages`, or `prompt` and `completion`, with images in their parts.
 
     Args:
-        folder (`Path`): where names of pictures begin.
+        folder (`Path`): where names of images begin.
         prompt (`str`): the question for a caption.
 
     Raises:
-        TypeError, ValueError: for an example of no form or of several, and for pictures that are no files in a folder.
+        TypeError, ValueError: for an example of no form or of several, and for images that are no files in a folder.
     """
     example = {name: value for name, value in example.items() if value is not None}
     if isinstance(example.get("caption"), str) and example["caption"].strip() == example.get("text"):
@@ -84,7 +84,7 @@ def _form_of(example: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check_no_pictures(others: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` for a field of a row without a picture that names the file of one."""
+    """Raises a `ValueError` for a field of a row without an image that names the file of one."""
     for name, value in others.items():
         if _names_a_picture(value) and not OF_IDS.search(name):
             raise ValueError(
@@ -100,7 +100,7 @@ def _names_a_picture(value: Any) -> bool:
 
 
 def _pictures(example: Mapping[str, Any]) -> list[Any]:
-    """The pictures of an example: names of files, or dicts with `bytes`, as `datasets` keeps them."""
+    """The images of an example: names of files, or dicts with `bytes`, as `datasets` keeps them."""
     own = example.get(OWN_PICTURES, [])
     given = [name for name in PICTURES if name in example]
     if len(given) > 1:
@@ -116,12 +116,12 @@ def _pictures(example: Mapping[str, Any]) -> list[Any]:
 
 
 def _in_order(own: list[dict[str, Any]], names: list[Any]) -> list[Any]:
-    """The pictures of a sample, in the order in which its fields name them, if they do so by the names in the shard."""
+    """The images of a sample, in the order in which its fields name them, if they do so by the names in the shard."""
     paths = [name.get("path") if isinstance(name, Mapping) else name for name in names]
     given = [os.path.basename(path) for path in paths if isinstance(path, str)]
     named = {os.path.basename(picture["path"]): picture for picture in own}
     known = [name for name in given if name in named]
-    if not known:  # of files that the pictures were before
+    if not known:  # of files that the images were before
         return own
     if sorted(known) != sorted(named):
         raise ValueError(f"expected the names of the pictures in the sample, {sorted(named)}, got {given}")
@@ -183,7 +183,7 @@ _MESSAGES_OF: dict[str, Callable[[Mapping[str, Any], str], dict[str, Messages]]]
 
 
 def _with_files(message: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The message with pictures as paths of files or as their contents."""
+    """The message with images as paths of files or as their contents."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

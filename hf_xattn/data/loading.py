@@ -34,7 +34,7 @@ EPOCH, PASS = range(2)  # what a permutation is of, for its seed
 class Rows(Sequence[dict[str, Any]]):
     """Rows to train on or to ask about, for `XAttnDataCollator` and `Trainer`. Made by [`load_rows`].
 
-    `rows[i]` reads row `i`, and holds nothing. Pictures are paths, or the bytes of their files. Raises a `ValueError`
+    `rows[i]` reads row `i`, and holds nothing. Images are paths, or the bytes of their files. Raises a `ValueError`
     that names the source, the file and the row for one that is broken.
     """
 
@@ -89,7 +89,7 @@ class Rows(Sequence[dict[str, Any]]):
         return file.path, file.name(place)
 
     def folder_of(self, index: int) -> Path:
-        """Where names of pictures begin, for a row."""
+        """Where names of images begin, for a row."""
         source, number, _, _ = self._place(index)
         return source.folder_of(number)
 
@@ -105,7 +105,7 @@ class Rows(Sequence[dict[str, Any]]):
 
     @property
     def fingerprint(self) -> str:
-        """Changes if the sources change, as far as lines, sizes and names of files tell. Pictures are not read."""
+        """Changes if the sources change, as far as lines, sizes and names of files tell. Images are not read."""
         digest = hashlib.sha256()
         for source in self.sources:
             digest.update(f"{source.weight} {[file.digest for file in source.files]}".encode())
@@ -150,15 +150,15 @@ def load_rows(
 ) -> Rows:
     """Opens a source of rows, or several, for `XAttnDataCollator`, `Trainer` and, `as_dataset()`, `SFTTrainer`.
 
-    Nothing is read but where rows begin; a row is read when it is asked for, and pictures later. `examples/data` has
+    Nothing is read but where rows begin; a row is read when it is asked for, and images later. `examples/data` has
     the kinds of sources and the forms of examples.
 
     Args:
         source (`str`, `Path`, or a list of them): a folder, a `.json`, `.jsonl`, `.parquet` or `.tar` file (also as
             `shards-{000..127}.tar` or `*.parquet`), a data set that `datasets` saved, or a Hub id.
-        pictures (`str` or `Path`, *optional*): the folder that names of pictures are relative to. Default: the folder
+        pictures (`str` or `Path`, *optional*): the folder that names of images are relative to. Default: the folder
             of each file.
-        prompt (`str`): the question for pictures that have only a caption.
+        prompt (`str`): the question for images that have only a caption.
 
     Raises:
         ValueError: for a source that is none, a file that cannot be read, and no rows.

@@ -1,4 +1,4 @@
-"""Pictures of rows: files or their contents, and what is equal for equal pictures."""
+"""Images of rows: files or their contents, and what is equal for equal images."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ KNOWN = 2**16  # files whose digests are kept
 
 
 def picture_parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parts of a row's messages that are pictures."""
+    """The parts of a row's messages that are images."""
     messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
     return [part for message in messages for part in parts_of(message) if part.get("type") in IMAGES]
 
 
 def picture_of(part: Mapping[str, Any]) -> Any:
-    """The picture of a part that [`row_of`] has made: a path, or the bytes of a file."""
+    """The image of a part that [`row_of`] has made: a path, or the bytes of a file."""
     return Path(part["path"]) if "path" in part else part["image"]
 
 
@@ -41,7 +41,7 @@ def path_of(picture: str | Path) -> Path:
 
 
 def content_of(address: str) -> bytes:
-    """The bytes of a picture that is written into a text: a data URL, or base64 alone."""
+    """The bytes of an image that is written into a text: a data URL, or base64 alone."""
     head, _, text = address.rpartition(",")
     if head and not head.endswith(";base64"):
         raise ValueError(f"expected a picture as `data:image/png;base64,...`, got {address[:60]!r}")
@@ -62,7 +62,7 @@ def why_no_file(path: Path) -> str | None:
 
 
 def digest_of(picture: str | Path | bytes) -> str:
-    """The SHA-256 of a picture's file. A file is read again only if it has changed."""
+    """The SHA-256 of an image's file. A file is read again only if it has changed."""
     if isinstance(picture, bytes):
         return hashlib.sha256(picture).hexdigest()
     path = path_of(picture)
@@ -76,7 +76,7 @@ def _digest_of_file(path: str, changed: int, size: int) -> str:
 
 
 def what_is_wrong(part: Mapping[str, Any], folder: Path) -> str | None:
-    """Why a picture cannot be read, or None."""
+    """Why an image cannot be read, or None."""
     picture = picture_of(part)
     if isinstance(picture, bytes):
         name, source = "in the row", BytesIO(picture)

@@ -65,7 +65,7 @@ OPTIONAL = (SYSTEM, *PICTURES, *NOT_READ)
 IMAGE_SOURCES = (*IMAGES, *SOURCES)
 ASSISTANT = "assistant"
 COLUMNS = ("messages", "prompt", "completion", "images", "image", *NOT_READ)
-MARKER = "<image>"  # the place of a picture in a text
+MARKER = "<image>"  # the place of an image in a text
 # Roles of transformers' and TRL's chat templates. `ipython` is Llama's name for a tool, `function` OpenAI's old one.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 ROLES_ELSEWHERE = {**dict.fromkeys(("model", "gpt", "bot", "chatbot"), "assistant"), "human": "user"}
@@ -344,7 +344,7 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict
 
 
 def _with_markers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Puts a part for a picture where a text that is no answer says `<image>`, if no part says where pictures are."""
+    """Puts a part for an image where a text that is no answer says `<image>`, if no part says where images are."""
     if any(part.get("type") in IMAGES for message in messages for part in parts_of(message)):
         return messages
     return [message if message["role"] == ASSISTANT else _with_marked_parts(message) for message in messages]

@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
     name: str
     files: list[DataFile]
-    pictures: Path | None  # the folder where names of pictures begin; None: that of each file
+    pictures: Path | None  # the folder where names of images begin; None: that of each file
     weight: float  # how often each of its rows is read in an epoch
 
     @property
@@ -58,7 +58,7 @@ class Source(NamedTuple):
         return sum(map(len, self.files))
 
     def folder_of(self, file: int) -> Path:
-        """Where names of pictures in a file begin."""
+        """Where names of images in a file begin."""
         return Path(self.files[file].path).parent if self.pictures is None else self.pictures
 
 
@@ -68,7 +68,7 @@ def open_source(name: str | Path, pictures: str | Path | None = None) -> Source:
     Args:
         name (`str` or `Path`): see the table in `examples/data/README.md`. `:0.3` at its end reads 0.3 of its rows in
             an epoch.
-        pictures (`str` or `Path`, *optional*): the folder that names of pictures are relative to. Default: that of the
+        pictures (`str` or `Path`, *optional*): the folder that names of images are relative to. Default: that of the
             file.
 
     Raises:
@@ -90,7 +90,7 @@ def open_source(name: str | Path, pictures: str | Path | None = None) -> Source:
 
 
 def _files_of(name: str) -> tuple[list[DataFile], Path | None]:
-    """The files of a source, and the folder where names of pictures begin; None: that of each file."""
+    """The files of a source, and the folder where names of images begin; None: that of each file."""
     if os.path.isdir(name):
         metadata = _metadata_of(name)
         return json_files([metadata]) if metadata else _data_set(name), Path(name)
@@ -108,7 +108,7 @@ def _files_of(name: str) -> tuple[list[DataFile], Path | None]:
 
 
 def _metadata_of(folder: str) -> str | None:
-    """The file that lists the pictures of a folder. None if its data lie in files of other kinds."""
+    """The file that lists the images of a folder. None if its data lie in files of other kinds."""
     files = sorted(name for name in os.listdir(folder) if not name.startswith("."))  # macOS leaves `._metadata.jsonl`
     lines = [file for file in files if file.endswith(".jsonl")]
     if METADATA in lines:

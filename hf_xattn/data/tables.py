@@ -3,7 +3,7 @@
 Saved data sets are tables of `datasets`, which are mapped into memory. Parquet files are converted once, by `datasets`,
 and what the package itself finds in other files is kept as a table too: of an array of JSON, which has to be parsed to
 find its objects, their texts. Lines of JSON stay where they are: `datasets` would copy them, and take a broken byte for
-the end of the file. Pictures stay as they are stored: nothing is decoded here.
+the end of the file. Images stay as they are stored: nothing is decoded here.
 """
 
 from __future__ import annotations
@@ -179,10 +179,10 @@ def _features_of(datasets: Any, schema: Any) -> Any:
 
 
 def _undecoded(dataset: Any) -> Any:
-    """The same table, whose pictures and sounds are not decoded. What is stored stays, so nothing is written."""
+    """The same table, whose images and sounds are not decoded. What is stored stays, so nothing is written."""
     datasets = library()
     features = datasets.Features({name: _plain(feature) for name, feature in dataset.features.items()})
-    if features != dataset.features:  # `cast_column` would write a column of lists of pictures anew
+    if features != dataset.features:  # `cast_column` would write a column of lists of images anew
         assert len(dataset.data) == len(dataset)  # of files, where no rows are selected
         info = datasets.DatasetInfo(features=features)
         dataset = datasets.Dataset(dataset.data.cast(features.arrow_schema), info=info, fingerprint="undecoded")
@@ -190,7 +190,7 @@ def _undecoded(dataset: Any) -> Any:
 
 
 def _plain(feature: Any) -> Any:
-    """A feature whose pictures and sounds stay the bytes or the names of their files."""
+    """A feature whose images and sounds stay the bytes or the names of their files."""
     if isinstance(feature, Mapping):
         return {name: _plain(each) for name, each in feature.items()}
     if isinstance(feature, list):

@@ -1,6 +1,6 @@
 """Shards of tar, in the form of WebDataset: files of one name, but for what follows its first dot, are one sample.
 
-`000012.jpg` and `000012.json` are a picture and its example; `000012.txt` is a caption. Where the files of each sample
+`000012.jpg` and `000012.json` are an image and its example; `000012.txt` is a caption. Where the files of each sample
 lie is found once, and kept by `datasets`. The samples stay in the shard and are read in any order. (The builder
 `webdataset` of `datasets` would copy them, and drop fields that its first five samples lack.)
 """
@@ -23,16 +23,16 @@ from ..processing.chat_messages import is_picture
 from .tables import Table, converted, read_json
 
 
-# Pictures that Pillow does not read, and arrays, as which other programs keep some. `mimetypes` knows most of the rest.
+# Images that Pillow does not read, and arrays, as which other programs keep some. `mimetypes` knows most of the rest.
 OTHER_PICTURES = (".heic", ".heif", ".jxl", ".dng", ".cr2", ".nef", ".arw")
 ARRAYS = (".npy", ".npz", ".pth", ".pt", ".pyd", ".pkl", ".pickle", ".safetensors")
-HEAD = 2**16  # bytes that tell whether a file of another ending is a picture
+HEAD = 2**16  # bytes that tell whether a file of another ending is an image
 OWN_PICTURES = "__pictures__"  # of a sample; its fields may name them again
 
 
 @functools.cache
 def endings() -> tuple[str, ...]:
-    """The endings of pictures that Pillow reads."""
+    """The endings of images that Pillow reads."""
     Image.init()
     read = {kind for kind, mime in Image.MIME.items() if kind in Image.OPEN and mime.startswith("image/")}
     return tuple(ending for ending, kind in Image.registered_extensions().items() if kind in read)
@@ -111,7 +111,7 @@ class Shard(Table):
     """The samples of a shard. Their contents are read when they are asked for."""
 
     def example(self, place: int) -> Mapping[str, Any]:
-        """The fields of the sample's `.json`, its `.txt` as `text`, and its pictures as `images`."""
+        """The fields of the sample's `.json`, its `.txt` as `text`, and its images as `images`."""
         found: dict[str, Any] = {}
         pictures, others = [], []
         with open(self.path, "rb") as file:

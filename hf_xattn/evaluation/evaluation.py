@@ -1,7 +1,7 @@
 """Asks a model questions in several ways. A share of right answers says little alone: what would it be by guessing?
 
-Questions without a picture are asked beside one, too. Without a picture the blocks change nothing, so the model answers
-as its base. Beside a picture that does not matter nothing ensures that: this measures how much of the base's answers is
+Questions without an image are asked beside one, too. Without an image the blocks change nothing, so the model answers
+as its base. Beside an image that does not matter nothing ensures that: this measures how much of the base's answers is
 left.
 """
 
@@ -33,7 +33,7 @@ MARGIN = 8
 MODEL, BLIND, ANOTHER = "the model", "without the picture", "with another picture"
 FREQUENT = "always the most frequent answer"
 TEXT, BESIDE = "text alone", "text beside a picture"
-# Why text beside a picture was not measured.
+# Why text beside an image was not measured.
 NO_PICTURE = "the data has no picture"
 NO_TEXT = "the data has no question without a picture"
 NO_USER = "no question without a picture has a user message, the place of a picture"
@@ -46,7 +46,7 @@ BASE = "text answers of the base that contain the right one"
 
 
 class Answered(NamedTuple):
-    question: Question  # with its own pictures, also if it was asked without them
+    question: Question  # with its own images, also if it was asked without them
     said: str
 
 
@@ -54,28 +54,28 @@ Answers = dict[str, list[Answered]]  # of each way to ask
 
 
 class TextBesidePicture(NamedTuple):
-    """The same questions, answered by the model beside a picture of another row, and by its base without one."""
+    """The same questions, answered by the model beside an image of another row, and by its base without one."""
 
-    as_base: Share  # answered word for word as the base answers without the picture
+    as_base: Share  # answered word for word as the base answers without the image
     model: Scores
     base: Scores
-    left_out: int = 0  # questions without a user message, the place of a picture
+    left_out: int = 0  # questions without a user message, the place of an image
 
 
 @dataclass
 class Evaluation:
     """What was measured. A part is empty, or None, if the data has no such questions."""
 
-    ways: dict[str, Scores] = field(default_factory=dict)  # of the questions about pictures
+    ways: dict[str, Scores] = field(default_factory=dict)  # of the questions about images
     groups: dict[str, dict[str, Scores]] = field(default_factory=dict)  # the same by group, if questions have one
-    text: Scores | None = None  # of the questions without a picture
+    text: Scores | None = None  # of the questions without an image
     text_groups: dict[str, Scores] = field(default_factory=dict)
     as_base: Share | None = None  # of these: answered word for word as the base does
-    beside: TextBesidePicture | None = None  # the same questions, asked beside a picture that does not matter
+    beside: TextBesidePicture | None = None  # the same questions, asked beside an image that does not matter
     beside_missing: str | None = None  # why that was not measured
     cut: int = 0  # answers of the model that did not end within `max_new_tokens`
     max_new_tokens: int = 0
-    answers: Answers = field(default_factory=dict)  # to the questions about pictures, for other counts
+    answers: Answers = field(default_factory=dict)  # to the questions about images, for other counts
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -111,7 +111,7 @@ def evaluate(
     Args:
         processor ([`XAttnProcessor`]): renders the chats.
         max_new_tokens (`int`, *optional*): of an answer. Default: of the longest expected one, and 8 more.
-        content_of (`Callable`, *optional*): gives what is equal for equal pictures, of a part of a message. Default:
+        content_of (`Callable`, *optional*): gives what is equal for equal images, of a part of a message. Default:
             the content of its file, or the object.
 
     Raises:
@@ -177,7 +177,7 @@ def by_group(answers: Answers, form: Callable[[str], str] = normalised) -> dict[
 def ask_beside(
     asker: Any, alone: Sequence[Question], about: Sequence[Question], base: Sequence[str]
 ) -> TextBesidePicture | str:
-    """Asks the questions `alone` beside the pictures of those that are `about` one, or says why that cannot be.
+    """Asks the questions `alone` beside the images of those that are `about` one, or says why that cannot be.
 
     Args:
         asker ([`Asker`]): asks the model.
@@ -266,7 +266,7 @@ def inputs_of(processor: Any, chats: Sequence[Messages]) -> Any:
 def _ask(
     asker: Asker, way: str, questions: Sequence[Question], shown: Sequence[list[dict[str, Any]] | None]
 ) -> list[Answered]:
-    """Asks each question about the pictures that are shown with it. Where these are None it is not asked."""
+    """Asks each question about the images that are shown with it. Where these are None it is not asked."""
     pairs = [(each, each.with_pictures(pictures)) for each, pictures in zip(questions, shown) if pictures is not None]
     said = asker(way, [asked for _, asked in pairs])
     return [Answered(each, answer) for (each, _), answer in zip(pairs, said)]
@@ -277,7 +277,7 @@ def _expected(answers: Sequence[Answered]) -> list[str]:
 
 
 def _content(part: dict[str, Any]) -> Any:
-    """What tells two pictures apart: the content of a file, the pixels of an image in memory, an address."""
+    """What tells two images apart: the content of a file, the pixels of an image in memory, an address."""
     image = next(part[name] for name in IMAGE_SOURCES if part.get(name) is not None)
     if isinstance(image, Mapping):  # {"url": ...}
         image = image.get("url")

@@ -15,17 +15,17 @@ Messages = list[dict[str, Any]]
 
 
 class Question(NamedTuple):
-    messages: Messages  # in front of the answer, with the pictures in their parts
+    messages: Messages  # in front of the answer, with the images in their parts
     answer: str
     group: str | None = None  # such as its kind: shares are also counted by group
 
     @property
     def pictures(self) -> list[dict[str, Any]]:
-        """The parts that are pictures."""
+        """The parts that are images."""
         return [part for message in self.messages for part in parts_of(message) if part.get("type") in IMAGES]
 
     def with_pictures(self, pictures: Sequence[dict[str, Any]]) -> Question:
-        """The same question about other pictures: as many as it has, or none."""
+        """The same question about other images: as many as it has, or none."""
         left = iter(pictures)
         messages = []
         for message in self.messages:
@@ -36,7 +36,7 @@ class Question(NamedTuple):
         return self._replace(messages=messages)
 
     def beside(self, picture: dict[str, Any]) -> Question:
-        """The same question behind a picture, which stands where the pictures of a row stand: before the first text.
+        """The same question behind an image, which stands where the images of a row stand: before the first text.
 
         Raises a `ValueError` if no user speaks in front of the answer.
         """
@@ -70,9 +70,9 @@ def questions_of(rows: Iterable[Any], by: str | None = None) -> list[Question]:
 def other_pictures(
     questions: Sequence[Question], content_of: Callable[[dict[str, Any]], Any]
 ) -> list[list[dict[str, Any]] | None]:
-    """For each question, the pictures of the next question that has as many, and other ones. None if there is none.
+    """For each question, the images of the next question that has as many, and other ones. None if there is none.
 
-    A question of the same group comes first. `content_of` gives what is equal for equal pictures.
+    A question of the same group comes first. `content_of` gives what is equal for equal images.
     """
     contents = [[content_of(part) for part in question.pictures] for question in questions]
     found: list[list[dict[str, Any]] | None] = []
@@ -86,9 +86,9 @@ def other_pictures(
 
 
 def beside_pictures(alone: Sequence[Question], about: Sequence[Question]) -> list[Question | None]:
-    """Questions without a picture, each beside the first picture of a question that has one, which come in turn.
+    """Questions without an image, each beside the first image of a question that has one, which come in turn.
 
-    None for a question without a user message, which has no place for a picture.
+    None for a question without a user message, which has no place for an image.
     """
     pictures = [each.pictures[0] for each in about]
     return [

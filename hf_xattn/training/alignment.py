@@ -1,12 +1,12 @@
 """Starts a connector where the words are: a ridge regression from features of patches to the states of words.
 
-A block's queries come from text and its keys from the picture. The word `seven` finds the patch with a seven in fewer
+A block's queries come from text and its keys from the image. The word `seven` finds the patch with a seven in fewer
 steps if both are near each other before the first one, and if both are compared where they are near (`block_start.py`).
 
 A caption does not say which patch a word belongs to. So the words are regressed first, as numbers: all image tokens of
-a picture have its words, each counted once, without what the pictures have in common. A feature that comes with one
+an image have its words, each counted once, without what the images have in common. A feature that comes with one
 word more often than with the others is then a sign of that word; what every caption says falls out, and so do words
-that no picture tells (`alignment_words.py`). Such a regression already tells the patches of a picture apart, so the
+that no image tells (`alignment_words.py`). Such a regression already tells the patches of an image apart, so the
 next one gives each word to the patches that are most like it, and the rest to none, a few times over: expectation and
 maximisation, as in Brown et al., "The Mathematics of Statistical Machine Translation", 1993 (model 1). A regression
 finds little of a rare word, even in its own patches, as nothing is the safe guess. So each word is made as large as its
@@ -55,9 +55,9 @@ WORDS_AT_ONCE = 64
 
 
 class Pictures:
-    """The inputs of the connector's last layer for all image tokens of a row's pictures, and the words of its text.
+    """The inputs of the connector's last layer for all image tokens of a row's images, and the words of its text.
 
-    Iterated several times. The first pictures, as many as fit into `KEPT` bytes, go through the tower only once.
+    Iterated several times. The first images, as many as fit into `KEPT` bytes, go through the tower only once.
     """
 
     def __init__(self, body: Any, processor: XAttnProcessor, rows: Sequence[Any], batch_size: int):
@@ -94,7 +94,7 @@ def _encoded(
     images = [[picture] for pictures, _ in waiting for picture in pictures]
     try:
         batches = [processor(images=images)]
-    except ValueError:  # pictures of several sizes
+    except ValueError:  # images of several sizes
         batches = [processor(images=[each]) for each in images]
     features = [each for batch in batches for each in _features(body, dict(batch))]
     for pictures, words in waiting:
@@ -103,7 +103,7 @@ def _encoded(
 
 
 def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """For each picture of `(pictures, 1, ...)`: what the connector's last layer reads, `(tokens, width)`, float32."""
+    """For each image of `(pictures, 1, ...)`: what the connector's last layer reads, `(tokens, width)`, float32."""
     connector = body.connector
     if "pixel_values" in inputs:
         check_square(body.config, inputs["pixel_values"])
@@ -153,9 +153,9 @@ def align_connector(
 
     The last linear layer of a `"linear"`, `"mlp"` or `"mlp_2d"` connector becomes the ridge regression from the
     features of each image token to the text model's hidden states, in front of the first block, at the words of the
-    picture's text; each word goes to the tokens that are most like it. The blocks start so that text attends to the
+    image's text; each word goes to the tokens that are most like it. The blocks start so that text attends to the
     tokens of the words that it reads (see `block_start.py`); their output projections, the tower and the text model
-    stay as they are. Rows without a picture are passed over; rows about the same pictures that stand together count as
+    stay as they are. Rows without an image are passed over; rows about the same images that stand together count as
     one.
 
     Args:
@@ -167,17 +167,17 @@ def align_connector(
             that of a token with words is about 1. The alignment keeps only image content that words describe; this
             component lets other details through.
         blocks (`bool`, defaults to `True`): start the blocks too.
-        batch_size (`int`, defaults to 8): pictures at a time.
+        batch_size (`int`, defaults to 8): images at a time.
         seed (`int`, defaults to 0): of the random weights.
 
     Returns:
-        [`ConnectorAlignment`]: numbers of pictures and words, and the share of the targets that is explained.
+        [`ConnectorAlignment`]: numbers of images and words, and the share of the targets that is explained.
 
     Raises:
         TypeError: for a model without blocks, another processor, or rows that are no sequence.
         ValueError: for a model without a tower or with a connector of another type, image tokens of another width than
-            the text, quantized weights, trained blocks or blocks with a code of positions, and rows without pictures
-            or without words that differ among pictures. The model is not changed then.
+            the text, quantized weights, trained blocks or blocks with a code of positions, and rows without images
+            or without words that differ among images. The model is not changed then.
     """
     body: Any = body_of(model)
     try:
@@ -210,9 +210,9 @@ def align_connector(
 
 
 class _Pass:
-    """A regression from the inputs of the connector's last layer to words, in a pass through all pictures.
+    """A regression from the inputs of the connector's last layer to words, in a pass through all images.
 
-    Each word of a picture is given to the image tokens that are most like it.
+    Each word of an image is given to the image tokens that are most like it.
 
     Args:
         texts (`Texts`): their words are the outputs.
@@ -228,7 +228,7 @@ class _Pass:
         self._found = before.solve().float()
 
     def add(self, features: torch.Tensor, words: set[str]) -> None:
-        """Adds the image tokens `(tokens, inputs)` of a picture, and the words of its text."""
+        """Adds the image tokens `(tokens, inputs)` of an image, and the words of its text."""
         own = torch.tensor([self._places[word] for word in words if word in self._places], dtype=torch.long)
         inputs = with_one(features) if self.sums.bias else features
         like = inputs @ self._found[:, own.to(features.device)]

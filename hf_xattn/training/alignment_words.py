@@ -1,9 +1,9 @@
-"""The words of an alignment: those of the rows' texts, those that pictures tell, and the text model's states at them.
+"""The words of an alignment: those of the rows' texts, those that images tell, and the text model's states at them.
 
-Answers are full of words that no picture tells, such as the `yes`, `there` and `is` of questions that were asked by
+Answers are full of words that no image tells, such as the `yes`, `there` and `is` of questions that were asked by
 chance. If image tokens were put at the states of these words, too, most of what keys and queries compare would be
-noise. So half of the pictures must let a regression find a word in the other half ([`ToldWords`]). The regression
-needs only sums, which take the same memory for any number of pictures ([`RidgeSums`]).
+noise. So half of the images must let a regression find a word in the other half ([`ToldWords`]). The regression
+needs only sums, which take the same memory for any number of images ([`RidgeSums`]).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PENALTY = 1.0
 WORD = re.compile(r"\w+(?:['’-]\w+)*")
 MOST_WORDS = 4096  # the most frequent ones have a state
 PROMPTS = 4  # different beginnings of answers, of which a word's state is the mean
-TOLD = 0.04  # squared correlation with what is found in pictures that were not fitted; below it a word is left out
-MANY = 50  # pictures with a word, and without it: where there are fewer, it stays
+TOLD = 0.04  # squared correlation with what is found in images that were not fitted; below it a word is left out
+MANY = 50  # images with a word, and without it: where there are fewer, it stays
 
 
 class RidgeSums:
@@ -97,7 +97,7 @@ class CannotAlign(ValueError):
 
 
 class Texts:
-    """The words of the rows: those that pictures differ in, with the share of the pictures that have them."""
+    """The words of the rows: those that images differ in, with the share of the images that have them."""
 
     def __init__(self, rows: Sequence[Any], processor: XAttnProcessor):
         counts: Counter[str] = Counter()
@@ -131,7 +131,7 @@ def rendered(processor: XAttnProcessor, messages: list[dict[str, Any]], where: s
 
 
 def grouped(rows: Sequence[Any]) -> Iterator[tuple[list[Any], set[str], list[dict[str, Any]]]]:
-    """The pictures of rows that stand together, the words of their answers, and a chat that asks for one."""
+    """The images of rows that stand together, the words of their answers, and a chat that asks for one."""
 
     def read() -> Iterator[tuple[list[Any], set[str], list[dict[str, Any]]]]:
         for index in range(len(rows)):
@@ -158,7 +158,7 @@ def grouped(rows: Sequence[Any]) -> Iterator[tuple[list[Any], set[str], list[dic
 
 
 class ToldWords:
-    """A regression from the inputs of the connector's last layer to words, each of which all tokens of a picture have.
+    """A regression from the inputs of the connector's last layer to words, each of which all tokens of an image have.
 
     Args:
         bias (`bool`): whether the layer has one.
@@ -168,13 +168,13 @@ class ToldWords:
     def __init__(self, bias: bool, texts: Texts):
         self._texts, self._places = texts, {word: place for place, word in enumerate(texts.words)}
         self._shares = torch.tensor([texts.shares[word] for word in texts.words])
-        self._tokens = RidgeSums(bias), RidgeSums(bias)  # of every other picture
-        self._means = RidgeSums(bias), RidgeSums(bias)  # of the mean token of each picture
+        self._tokens = RidgeSums(bias), RidgeSums(bias)  # of every other image
+        self._means = RidgeSums(bias), RidgeSums(bias)  # of the mean token of each image
         self._squares = [torch.zeros(len(texts.words), dtype=torch.float64) for _ in range(2)]  # of the targets
         self._pictures = 0
 
     def add(self, features: torch.Tensor, words: set[str]) -> None:
-        """Adds the image tokens `(tokens, inputs)` of a picture, and the words of its text."""
+        """Adds the image tokens `(tokens, inputs)` of an image, and the words of its text."""
         target, half = -self._shares, self._pictures % 2
         target[[self._places[word] for word in words if word in self._places]] += 1
         self._squares[half] += target.square()
@@ -185,7 +185,7 @@ class ToldWords:
     def keep(self) -> RidgeSums:
         """Leaves the other words out of the texts. Returns the sums of the rest.
 
-        Raises [`CannotAlign`] if the pictures tell fewer than two words.
+        Raises [`CannotAlign`] if the images tell fewer than two words.
         """
         share, told = self._shares, self.told()
         judged = self._pictures * torch.minimum(share, 1 - share) >= MANY
@@ -202,7 +202,7 @@ class ToldWords:
         return sums
 
     def told(self) -> torch.Tensor:
-        """Squared correlation of each word `(words,)` with what the other half finds in the mean token of a picture."""
+        """Squared correlation of each word `(words,)` with what the other half finds in the mean token of an image."""
         found = torch.zeros(len(self._places), dtype=torch.float64)
         if self._pictures < 2:
             return found

@@ -29,7 +29,7 @@ class Problem(NamedTuple):
 
 
 def reason_of(row: dict[str, Any], error: Exception, folder: Path) -> str:
-    """Why a row cannot be trained on: all pictures that cannot be read, or an error of the collator."""
+    """Why a row cannot be trained on: all images that cannot be read, or an error of the collator."""
     wrong = [what_is_wrong(part, folder) for part in picture_parts(row)]
     reasons = "; ".join(dict.fromkeys(reason for reason in wrong if reason))
     return reasons or str(error).partition(": ")[2]  # without the row's place in a batch of one
@@ -206,7 +206,7 @@ def find_problems(rows: Rows, chosen: Sequence[int], collate: Collate) -> tuple[
 
 
 def check_pictures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """For [`find_problems`], in place of a collator: whether the pictures of rows can be read."""
+    """For [`find_problems`], in place of a collator: whether the images of rows can be read."""
     for wrong in (what_is_wrong(part, Path()) for row in rows for part in picture_parts(row)):
         if wrong:
             raise ValueError(f": {wrong}")

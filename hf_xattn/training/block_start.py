@@ -67,7 +67,7 @@ def start_blocks(
         body ([`XAttnModel`]): fresh, with an aligned connector.
         processor ([`XAttnProcessor`]): renders the texts of the rows.
         words (`Sequence[str]`), states (`torch.Tensor`): `(words, hidden_size)`, to which image tokens are aligned.
-        shares (`torch.Tensor`): `(words,)`, how many of the pictures have each.
+        shares (`torch.Tensor`): `(words,)`, how many of the images have each.
     """
     depth = text_num_hidden_layers(body.config.text_config)
     blocks = [pair for pair in zip(body.blocks, body.config.cross_attention_layers) if pair[1] < depth]
@@ -97,10 +97,10 @@ def start_blocks(
 
 
 def _telling_apart(states: torch.Tensor, shares: torch.Tensor, width: int) -> torch.Tensor:
-    """Directions `(width, hidden_size)` in which words are told apart, those of many pictures above all.
+    """Directions `(width, hidden_size)` in which words are told apart, those of many images above all.
 
     `red` and `blue` have states near each other. So the principal components of the words, each counted as often as
-    there are pictures with it, are divided by their size (whitened). A word has size 1 in the mean.
+    there are images with it, are divided by their size (whitened). A word has size 1 in the mean.
     """
     weights = shares.double() / shares.sum()
     variances, components = torch.linalg.eigh((states.double().T * weights) @ states.double())

@@ -67,7 +67,7 @@ class XAttnDataCollator:
         pad_to_multiple_of (`int`, *optional*): lengths are rounded up to a multiple of this number.
         share_images (`bool`): rows with the same images, in the same order, share one copy of them, and rows without an
             image have none. The batch says so in `image_rows`. Vision tower and K/V projections then run once for all
-            questions about a picture, with the same gradients. For that, rows about one picture must stand next to one
+            questions about an image, with the same gradients. For that, rows about one image must stand next to one
             another in the data (`train_sampling_strategy="sequential"` of `TrainingArguments`).
         padding_free (`bool`): all rows become one row without padding, whose `position_ids` start again at each (see
             `parts/packed_rows.py`). Each still sees its own text and images only. A decoder that cannot do this says

@@ -1,18 +1,18 @@
-"""`--text-share` and `--distill-text`: a picture must not change what does not concern it.
+"""`--text-share` and `--distill-text`: an image must not change what does not concern it.
 
-Blocks that are trained on pictures alone answer every question about the picture, also those that no picture concerns.
-So a run mixes in prompts without a picture, which the text model answers once before the run. If the answers were
+Blocks that are trained on images alone answer every question about the image, also those that no image concerns.
+So a run mixes in prompts without an image, which the text model answers once before the run. If the answers were
 written by someone else, the blocks would not learn how the text model continues its own answers.
 
-With a frozen text model a row without a picture gives no gradient: no block runs. So it is shown beside the picture of
-another row, and its answers are trained to be those of the model without the picture, token by token:
+With a frozen text model a row without an image gives no gradient: no block runs. So it is shown beside the image of
+another row, and its answers are trained to be those of the model without the image, token by token:
 
-    loss = (cross-entropy of rows with a picture + WEIGHT * KL(without the picture || beside it)) / labels
+    loss = (cross-entropy of rows with an image + WEIGHT * KL(without the image || beside it)) / labels
 
 summed over the labels of each kind of row, and divided by the labels of both, over all batches and processes of a step.
-Without a picture the blocks change nothing, so the teacher is the same model in the same memory: exactly the base.
+Without an image the blocks change nothing, so the teacher is the same model in the same memory: exactly the base.
 
-The picture of a row is that of the next row of the run that has one. That is a function of the row's place, so a run
+The image of a row is that of the next row of the run that has one. That is a function of the row's place, so a run
 that is resumed shows the same one, whichever process or worker reads it.
 """
 
@@ -47,11 +47,11 @@ from .launch import is_first_process, on_device, say
 KEPT_TEXT_FILE = "kept_text.jsonl"
 PROMPTS = Path(__file__).with_name("text_prompts.txt")  # those that come with the package
 BATCH, MAX_NEW_TOKENS = 16, 32
-SEARCHED = 4096  # rows behind one without a picture that are searched for one
+SEARCHED = 4096  # rows behind one without an image that are searched for one
 KNOWN = 2**16  # places that a reader remembers
 DISTILLED, TEACHER = "distilled", "teacher_"  # names in a batch
 TURNED_OFF = "`--text-share 0` without `--distill-text` turns it off"
-# A chat that any picture fits.
+# A chat that any image fits.
 NEUTRAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -59,12 +59,12 @@ TextRow = dict[str, Any]  # `messages`: a prompt, and the text model's answer
 
 
 def beside(row: Mapping[str, Any], picture: Any) -> dict[str, Any]:
-    """The row with a picture where the pictures of rows stand: in front of the first user message."""
+    """The row with an image where the images of rows stand: in front of the first user message."""
     return {**row, "images": [picture]}
 
 
 class DistillingCollator:
-    """Makes batches in which some rows stand beside a picture that they do not have, and once more without it.
+    """Makes batches in which some rows stand beside an image that they do not have, and once more without it.
 
     Args:
         collate ([`XAttnDataCollator`]): makes the batches, one text a row.
@@ -74,15 +74,15 @@ class DistillingCollator:
         self.collate = collate
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Makes a batch. `pictures` has a picture for each row to distil, and None for each other one.
+        """Makes a batch. `pictures` has an image for each row to distil, and None for each other one.
 
         Returns:
-            `dict`: the batch of [`XAttnDataCollator`]. If a row has a picture given, also `distilled` `(batch,)`, True
+            `dict`: the batch of [`XAttnDataCollator`]. If a row has an image given, also `distilled` `(batch,)`, True
             for such rows, and `teacher_input_ids`, `teacher_attention_mask` and `teacher_labels` `(rows to distil,
             teacher_len)`, the same rows without it. The labels of both are the same tokens.
 
         Raises:
-            ValueError, TypeError: as the collator, and for a text that has other answer tokens beside a picture.
+            ValueError, TypeError: as the collator, and for a text that has other answer tokens beside an image.
         """
         given = [picture is not None for picture in pictures]
         shown = [row if picture is None else beside(row, picture) for row, picture in zip(rows, pictures, strict=True)]
@@ -116,7 +116,7 @@ class DistillingCollator:
         return {**batch, **{f"{TEACHER}{name}": tensor for name, tensor in teacher.items()}}
 
     def error_of(self, picture: Any) -> Exception | None:
-        """Why no text can stand beside a picture, or None."""
+        """Why no text can stand beside an image, or None."""
         try:
             self.collate([beside({"messages": NEUTRAL}, picture)])
         except (TypeError, ValueError) as error:
@@ -125,7 +125,7 @@ class DistillingCollator:
 
 
 class DistillingReader(RowReader):
-    """Reads the rows of a batch, and shows each row without a picture beside that of the next row that has one.
+    """Reads the rows of a batch, and shows each row without an image beside that of the next row that has one.
 
     Rows to evaluate on stay as they are. Arguments as of [`RowReader`].
     """
@@ -142,12 +142,12 @@ class DistillingReader(RowReader):
             try:
                 return self.distilling([row for _, row in read], pictures)
             except (TypeError, ValueError):
-                # A picture that cannot be read is the fault of its own row.
+                # An image that cannot be read is the fault of its own row.
                 if not self._leave_out([each for each in chosen if each is not None]):
                     raise
 
     def _picture_for(self, place: Place, row: dict[str, Any]) -> tuple[Place, dict[str, Any]] | None:
-        """The row whose picture a row is shown beside. None for one with a picture of its own, or to evaluate on."""
+        """The row whose image a row is shown beside. None for one with an image of its own, or to evaluate on."""
         rows, start = place
         if isinstance(rows, Rows) or picture_parts(row):
             return None
@@ -167,7 +167,7 @@ class DistillingReader(RowReader):
         )
 
     def _leave_out(self, chosen: Sequence[tuple[Place, dict[str, Any]]]) -> bool:
-        """Whether a picture among the chosen ones cannot be used. It is not chosen again."""
+        """Whether an image among the chosen ones cannot be used. It is not chosen again."""
         found = False
         for place, row in chosen:
             error = self.distilling.error_of(picture_of(picture_parts(row)[0]))
@@ -279,7 +279,7 @@ def _lines(rows: Sequence[TextRow]) -> str:
 
 
 def _fitting(rows: Sequence[TextRow], collate: DistillingCollator, picture: Any) -> tuple[list[TextRow], str | None]:
-    """The rows that can be trained on beside a picture, and what is wrong with the first of the others."""
+    """The rows that can be trained on beside an image, and what is wrong with the first of the others."""
     if picture is None:
         return list(rows), None
 

@@ -1,7 +1,7 @@
-"""Whether a model uses its pictures: the loss of rows with their own picture, and with that of another row.
+"""Whether a model uses its images: the loss of rows with their own image, and with that of another row.
 
 The loss of a run falls, too, where a model only learns how answers begin and which one is frequent. Such a model
-answers as before beside any picture. So the same rows are read twice, and the difference of a row counts.
+answers as before beside any image. So the same rows are read twice, and the difference of a row counts.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def at_labels(labels: torch.Tensor, keeps: bool) -> tuple[torch.Tensor, dict[str
 
 
 class PictureUse(NamedTuple):
-    """What pictures do to the loss of rows.
+    """What images do to the loss of rows.
 
     Attributes:
-        own, another (`float`): mean loss of a label, in nats, with the picture of the row, and with that of another.
+        own, another (`float`): mean loss of a label, in nats, with the image of the row, and with that of another.
         rows (`int`): how many were read.
         surely (`float`): by how many standard errors the mean difference of a row is above zero.
     """
@@ -67,7 +67,7 @@ class PictureUse(NamedTuple):
 
     @property
     def uses(self) -> bool:
-        """Whether the model uses its pictures: beside another one, answers are less likely than chance explains."""
+        """Whether the model uses its images: beside another one, answers are less likely than chance explains."""
         return self.surely > SURE
 
     def __str__(self) -> str:
@@ -84,17 +84,17 @@ def picture_use(
     batch_size: int = 8,
     most_rows: int = MOST_ROWS,
 ) -> PictureUse | None:
-    """Measures what the pictures of rows do to the loss of their answers.
+    """Measures what the images of rows do to the loss of their answers.
 
     Args:
         model ([`XAttnForConditionalGeneration`]): also in a wrapper of PEFT. It is read in evaluation mode.
         rows (`Sequence`): what `collate` takes, such as rows for [`XAttnDataCollator`]. Of more than `most_rows`, some
             at equal distances are read.
         collate (`Callable`): makes a batch with `labels` of a list of rows, such as an [`XAttnDataCollator`].
-        batch_size (`int`, defaults to 8): rows at a time, at least 2: a row gets the picture of another one of them.
+        batch_size (`int`, defaults to 8): rows at a time, at least 2: a row gets the image of another one of them.
 
     Returns:
-        [`PictureUse`], or None if no two rows have different pictures.
+        [`PictureUse`], or None if no two rows have different images.
     """
     count = min(len(rows), most_rows)
     chosen = [number * len(rows) // count for number in range(count)] if count else []
@@ -133,9 +133,9 @@ def picture_use(
 
 
 def _others(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """For each row the number of another one with as many pictures, which differ; -1 where there is none."""
+    """For each row the number of another one with as many images, which differ; -1 where there is none."""
     images = next((batch[name] for name in OF_IMAGES if name in batch), None)
-    if images is None or len(images) != len(batch["labels"]):  # rows that share pictures
+    if images is None or len(images) != len(batch["labels"]):  # rows that share images
         return None
     mask = batch.get("image_mask")
     counts = [images.shape[1]] * len(images) if mask is None else mask.sum(-1).tolist()
@@ -157,9 +157,9 @@ def _losses(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.T
 
 
 class PictureUseCallback(TrainerCallback):
-    """Says at each evaluation, and at the end of a run of `Trainer`, whether the model uses its pictures.
+    """Says at each evaluation, and at the end of a run of `Trainer`, whether the model uses its images.
 
-    The log gets `loss_with_own_picture` and `loss_with_another`; a model that does not use its pictures yet is a
+    The log gets `loss_with_own_picture` and `loss_with_another`; a model that does not use its images yet is a
     warning at the end. `last` holds what was measured last.
 
     Args:

@@ -29,8 +29,8 @@ from .training_options import NONE, SKIP, TrainingOptions
 
 
 CHECKED = 100  # rows that are collated before a run. Each one is checked when it is read
-STREAM_ROWS = 20_000  # of more, some are searched for a picture or a caption, and pictures are not compared
-MOST_TRIED = 1000  # pictures that a text is tried beside, until one can be read
+STREAM_ROWS = 20_000  # of more, some are searched for an image or a caption, and images are not compared
+MOST_TRIED = 1000  # images that a text is tried beside, until one can be read
 ALIGN_ROWS = 2000  # at most: more take longer, and their words are mostly the same
 
 
@@ -38,7 +38,7 @@ class RunData:
     """The rows to train on and to evaluate on.
 
     Raises:
-        ValueError: for sources that are none, for `--prompt` without a caption, and for rows without a picture.
+        ValueError: for sources that are none, for `--prompt` without a caption, and for rows without an image.
     """
 
     def __init__(self, options: TrainingOptions):
@@ -66,7 +66,7 @@ class RunData:
             )
 
     def fingerprints(self) -> list[str]:
-        """What must be the same when the run is resumed. Pictures are read, unless they are streamed."""
+        """What must be the same when the run is resumed. Images are read, unless they are streamed."""
         return [
             f"{rows.fingerprint} {'' if self.streams else digest_of_pictures(rows)}".strip() for rows in self._sources()
         ]
@@ -195,7 +195,7 @@ class RunData:
         return _pictures_of(self.rows, index) == []
 
     def _with_known_pictures(self) -> int:
-        """How many rows to evaluate on show a picture of a row to train on, by the path or the bytes of its file."""
+        """How many rows to evaluate on show an image of a row to train on, by the path or the bytes of its file."""
         if self.others is None:
             return 0
         trained, others = (
@@ -206,7 +206,7 @@ class RunData:
         return sum(not known.isdisjoint(pictures) for pictures in others)
 
     def _as_trained(self, collate: Any) -> Collate:
-        """Collates rows to check as they are trained on: texts beside a picture of the data, if any are."""
+        """Collates rows to check as they are trained on: texts beside an image of the data, if any are."""
         if self.options.weight_of_text is None:
             return collate
         distilling = DistillingCollator(collate)
@@ -216,7 +216,7 @@ class RunData:
         return lambda rows: distilling(rows, [None if picture_parts(row) else some for row in rows])
 
     def some_picture(self, distilling: DistillingCollator) -> Any:
-        """A picture of the data that a text can stand beside. None if none of those that are looked at can be used."""
+        """An image of the data that a text can stand beside. None if none of those that are looked at can be used."""
         parts = (part for index in _some(self.rows, STREAM_ROWS) for part in _pictures_of(self.rows, index) or [])
         tried = islice(map(picture_of, parts), MOST_TRIED)
         return next((each for each in tried if distilling.error_of(each) is None), None)
@@ -257,7 +257,7 @@ def _some(rows: Rows, count: int) -> Sequence[int]:
 
 
 def _pictures_of(rows: Rows, index: int) -> list[dict[str, Any]] | None:
-    """The parts of a row that are pictures; None for a row that is broken."""
+    """The parts of a row that are images; None for a row that is broken."""
     try:
         return picture_parts(rows.read(index))
     except (TypeError, ValueError):
@@ -265,7 +265,7 @@ def _pictures_of(rows: Rows, index: int) -> list[dict[str, Any]] | None:
 
 
 def digest_of_pictures(rows: Rows) -> str:
-    """Changes if a picture of the rows changes. Reads all of them."""
+    """Changes if an image of the rows changes. Reads all of them."""
     digest = hashlib.sha256()
     for index in range(len(rows)):
         for picture in map(picture_of, _pictures_of(rows, index) or []):

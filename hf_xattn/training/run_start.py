@@ -1,6 +1,6 @@
 """How `hf-xattn train` starts a fresh model: by the words of the rows, where it can.
 
-A block that starts at random learns to look at the picture late (see `alignment.py`), and a high learning rate moves
+A block that starts at random learns to look at the image late (see `alignment.py`), and a high learning rate moves
 what was started before it is of use (see `trainer.py`). So the learning rates depend on the start.
 """
 
@@ -47,7 +47,7 @@ def start(model: Any, processor: Any, rows: Rows | None, device: torch.device, a
     """Starts connector and blocks of a fresh model by the words of rows, in the first process; the others get them.
 
     Args:
-        processor ([`XAttnProcessor`]): reads the pictures, or looks up what the tower has returned for them.
+        processor ([`XAttnProcessor`]): reads the images, or looks up what the tower has returned for them.
         rows ([`Rows`], *optional*): to start by. None leaves the model as it is.
         device (`torch.device`): where the tower runs.
         asked (`bool`, defaults to `False`): whether these rows were named for the start, which must then be possible.

@@ -10,7 +10,7 @@ start at zero may have a share of the rate.
 thirty layers. They are computed in front of the tokens of answers, not at each token of a prompt. The loss stays what
 it was: it reads the logits at labels alone.
 
-**Text answers** beside a picture are trained to be those of the model without it (see `kept_text.py`).
+**Text answers** beside an image are trained to be those of the model without it (see `kept_text.py`).
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class RunTrainer(Trainer):
 
     @torch.no_grad()
     def _teacher_logits(self, model: Any, inputs: dict[str, Any], teacher: dict[str, Any]) -> Any:
-        """The logits of the texts without a picture. None without such texts."""
+        """The logits of the texts without an image. None without such texts."""
         texts, mask = teacher["input_ids"], teacher["attention_mask"]
         if isinstance(model, DistributedDataParallel):
             model = model.module  # which waits for nobody, so that only processes with such texts call it

@@ -192,14 +192,14 @@ class TrainingOptions:
 
     @property
     def share_of_text(self) -> float:
-        """Share of the rows of a run that are text prompts beside pictures of other rows."""
+        """Share of the rows of a run that are text prompts beside images of other rows."""
         if self.text_share is None:
             return 0.0 if self.train_text else TEXT_SHARE
         return self.text_share
 
     @property
     def weight_of_text(self) -> float | None:
-        """Weight of the KL of rows without a picture. None: they are read as they are."""
+        """Weight of the KL of rows without an image. None: they are read as they are."""
         if self.distill_text is None and self.share_of_text:
             return 1.0
         return self.distill_text

@@ -1,4 +1,4 @@
-"""The training run of `hf-xattn train`: from rows with pictures to a folder with the trained model.
+"""The training run of `hf-xattn train`: from rows with images to a folder with the trained model.
 
 A run that was killed goes on from the last complete checkpoint, with the same options (saved beside the checkpoints)
 and data. Of several processes, each trains on its share of each batch, and the first one prints and writes.

@@ -1,6 +1,6 @@
-"""What a frozen vision tower returns for the pictures of a data set, written once and read in every epoch.
+"""What a frozen vision tower returns for the images of a data set, written once and read in every epoch.
 
-A picture is found in the safetensors files (shards) by the SHA-256 of its own file, so training neither decodes it nor
+An image is found in the safetensors files (shards) by the SHA-256 of its own file, so training neither decodes it nor
 runs the image processor. Each shard carries the identity of the tower (configuration, weights, dtype) and of the image
 processor: features of another tower have the right shape, but are noise for this model, so they are refused.
 """
@@ -38,7 +38,7 @@ AGAIN = "Remove it, and run `hf-xattn encode-features` again, which encodes its 
 
 
 class Maker(NamedTuple):
-    """What the features of a folder depend on, besides the pictures: identities and the dtype of the tower."""
+    """What the features of a folder depend on, besides the images: identities and the dtype of the tower."""
 
     tower: str
     image_processor: str
@@ -71,8 +71,8 @@ def image_processor_identity(processor: XAttnProcessor) -> str:
 
 class Shard(NamedTuple):
     maker: Maker
-    digests: list[str]  # SHA-256 of the pictures
-    tiled: bool  # whether the pictures were cut into tiles. Then aspect ratios stand beside the features
+    digests: list[str]  # SHA-256 of the images
+    tiled: bool  # whether the images were cut into tiles. Then aspect ratios stand beside the features
 
 
 def read_shard(path: Path) -> Shard:
@@ -90,10 +90,10 @@ def read_shard(path: Path) -> Shard:
 
 
 class VisionFeatures:
-    """What a frozen vision tower has returned for the pictures of a data set: a folder of `hf-xattn encode-features`.
+    """What a frozen vision tower has returned for the images of a data set: a folder of `hf-xattn encode-features`.
 
     `XAttnDataCollator(processor, features=VisionFeatures(folder, model))` makes batches with `vision_features` in place
-    of `pixel_values`. The rows name their pictures by path.
+    of `pixel_values`. The rows name their images by path.
 
     The weights are compared here, once. Make a new object after the tower was trained. In training mode, the model
     refuses `vision_features` as long as its tower has trainable weights.
@@ -170,11 +170,11 @@ class VisionFeatures:
         return reader
 
     def digests(self) -> Iterable[str]:
-        """The SHA-256 of each picture's file."""
+        """The SHA-256 of each image's file."""
         return self._shards.keys()
 
     def __len__(self) -> int:
-        """Number of different pictures."""
+        """Number of different images."""
         return len(self._shards)
 
     def __repr__(self) -> str:
@@ -207,7 +207,7 @@ class VisionFeatures:
         return lay_out({"vision_features": torch.stack(features), **tensors}, samples)
 
     def _digest_of(self, image: Any) -> str:
-        """The SHA-256 of a picture's file."""
+        """The SHA-256 of an image's file."""
         shown = "in the row" if isinstance(image, bytes) else f"{image!s:.500}"  # longer texts are base64
         try:
             digest = digest_of(image)
@@ -224,7 +224,7 @@ class VisionFeatures:
         return digest
 
     def _features(self, digest: str) -> torch.Tensor:
-        """The tower's output for a picture: `(tokens, width)`, or `(tiles, tokens, width)`. Refuses anything else."""
+        """The tower's output for an image: `(tokens, width)`, or `(tiles, tokens, width)`. Refuses anything else."""
         features, axes = self._tensor(digest), 3 if self._tiled else 2
         if features.ndim != axes or not features.numel() or str(features.dtype) != self.maker.dtype:
             raise self._damaged(
@@ -255,12 +255,12 @@ SHARD_BYTES = 2**28
 
 
 class EncodedPictures(NamedTuple):
-    """What one process has done with its share of the pictures."""
+    """What one process has done with its share of the images."""
 
-    new: int  # pictures that were encoded
-    known: int  # pictures whose features the folder held already
+    new: int  # images that were encoded
+    known: int  # images whose features the folder held already
     nbytes: int  # of the files that were written
-    problems: dict[str, str]  # rows and pictures that cannot be read, each with the reason
+    problems: dict[str, str]  # rows and images that cannot be read, each with the reason
 
 
 @torch.no_grad()
@@ -276,9 +276,9 @@ def encode_pictures(
     rank: int = 0,
     world_size: int = 1,
 ) -> EncodedPictures:
-    """Writes the vision tower's outputs for the pictures of rows that no complete file of a folder holds yet.
+    """Writes the vision tower's outputs for the images of rows that no complete file of a folder holds yet.
 
-    Rows are read as they come, the same in all processes (`world_size`). Each process takes its share of the pictures,
+    Rows are read as they come, the same in all processes (`world_size`). Each process takes its share of the images,
     has `workers` that read them, and writes files of about `shard_bytes`.
 
     Raises:
@@ -318,13 +318,13 @@ def encode_pictures(
 
 
 class _Batch(NamedTuple):
-    groups: list[tuple[list[str], dict[str, torch.Tensor]]]  # digests of pictures, with the model's inputs
-    known: set[str]  # pictures whose features the folder holds
+    groups: list[tuple[list[str], dict[str, torch.Tensor]]]  # digests of images, with the model's inputs
+    known: set[str]  # images whose features the folder holds
     problems: dict[str, str]
 
 
 class _PictureReader:
-    """Reads the pictures of a batch of rows that have no features yet and are of this process's share."""
+    """Reads the images of a batch of rows that have no features yet and are of this process's share."""
 
     def __init__(self, processor: XAttnProcessor, rows: Rows, held: set[str], size: int, rank: int, world_size: int):
         self.processor, self.rows, self.held, self.size = processor, rows, held, size
@@ -350,14 +350,14 @@ class _PictureReader:
         return batch
 
     def _is_own(self, picture: Any) -> bool:
-        """Whether this process encodes a picture. Its name decides, so that a file is not read for that."""
+        """Whether this process encodes an image. Its name decides, so that a file is not read for that."""
         if self.world_size == 1:
             return True
         name = picture if isinstance(picture, bytes) else str(picture).encode()
         return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % self.world_size == self.rank
 
     def _add(self, digests: list[str], pictures: Mapping[str, Any], batch: _Batch) -> None:
-        """Prepares pictures: one group if all have the same size, otherwise a group for each."""
+        """Prepares images: one group if all have the same size, otherwise a group for each."""
         try:
             images = [[pictures[digest]] for digest in digests]
             batch.groups.append((digests, dict(self.processor(images=images))))
@@ -371,7 +371,7 @@ class _PictureReader:
 
 
 def _known(folder: Path, maker: Maker) -> set[str]:
-    """The pictures whose features a folder holds."""
+    """The images whose features a folder holds."""
     if not any(folder.glob(SHARDS)):
         return set()
     held = VisionFeatures.before_weights(folder)
@@ -386,7 +386,7 @@ def _known(folder: Path, maker: Maker) -> set[str]:
 
 
 def tower_output(body: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Tiles | None]:
-    """What the tower of an [`XAttnModel`] returns for pictures `(pictures, 1, ...)`, or has returned, and their tiles.
+    """What the tower of an [`XAttnModel`] returns for images `(pictures, 1, ...)`, or has returned, and their tiles.
 
     `(pictures, tokens, width)`, or `(pictures, 1, tiles, tokens, width)`.
     """
@@ -396,13 +396,13 @@ def tower_output(body: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.T
         output = inputs["vision_features"]
         return (output[:, 0] if tiles is None else output), tiles
     output = run_tower(body.vision_tower, inputs["pixel_values"], tiles, body.config.vision_feature_layer)[0]
-    if tiles is None and output.dim() == 4:  # convolutional towers: (pictures, channels, height, width)
+    if tiles is None and output.dim() == 4:  # convolutional towers: (images, channels, height, width)
         output = output.flatten(2).transpose(1, 2)
     return output, tiles
 
 
 def _outputs(body: Any, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """What the tower returns for each picture, by the end of its name in a file."""
+    """What the tower returns for each image, by the end of its name in a file."""
     output, tiles = tower_output(body, inputs)
     if tiles is None:
         return [{"": _owned(each)} for each in output]
@@ -448,7 +448,7 @@ class _Writer:
     def _write(self) -> None:
         save_file(self._tensors, str(self._partial), self._metadata)
         self.nbytes += self._partial.stat().st_size
-        # The pictures decide the name: no other process has the same.
+        # The images decide the name: no other process has the same.
         name = hashlib.sha256("".join(sorted(self._digests)).encode()).hexdigest()[:16]
         replace_file(self._partial, self._folder / SHARDS.replace("*", name))
         self._digests, self._tensors, self._size = [], {}, 0
