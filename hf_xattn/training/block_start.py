@@ -48,7 +48,7 @@ NO_WORD = -1
 
 
 def check_fresh(body: Any) -> None:
-    """Raises [`CannotAlign`] for blocks with a position encoding, and for trained blocks, which would be overwritten."""
+    """Raises [`CannotAlign`] for blocks with a position encoding, and for trained blocks, which would be lost."""
     for block in body.blocks:
         if block.config.position != "none":
             raise CannotAlign(

@@ -1,4 +1,8 @@
-"""The options of `hf-xattn train`: their names, their defaults, and what a value must be."""
+"""The options of `hf-xattn train`: names, defaults, help and checks, each option in one place.
+
+The command line is made from the fields of [`TrainingOptions`]. In a usual script, `argparse` and the code that uses an
+option each have their own copy of its default.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from .launch import gpus_of_a_process, num_processes
 STOP, SKIP = "stop", "skip"  # values of `--bad-rows`
 NONE = "none"  # value of `--align`
 TEXT_SHARE = 0.15
-# Options that do not change the result. They may be different in a resumed run.
+# Options that do not change the result. They may differ in a resumed run.
 FREE_OPTIONS = (
     "output", "device", "workers", "log_steps", "adapter_only", "trust_remote_code", "report_to", "bad_rows",
     "bad_rows_limit"
@@ -31,7 +35,15 @@ def _option(
     below: float = math.inf,
     **more: Any,
 ) -> Any:
-    """A field with what the command line says of it. Its number has the bounds. `more`: of `add_argument`."""
+    """Makes a field with its help on the command line and the bounds of its number.
+
+    Args:
+        default: the default value.
+        told: the help.
+        kind: the type of the value.
+        least, above, below: the number must be at least `least`, above `above`, and below `below`.
+        more: further arguments of `add_argument`.
+    """
     more = {"metavar": "X" if kind is float else "N", **more} if kind in (int, float) else more
     shown = "" if default is None or kind not in (int, float) else f" (default: {default})"
     given = {"action": "store_true"} if kind is bool else {"type": kind}
@@ -41,15 +53,19 @@ def _option(
 
 @dataclasses.dataclass
 class TrainingOptions:
-    """The options of `hf-xattn train`, their defaults and their help (if none stands here, in `commands/train.py`)."""
+    """The options of `hf-xattn train`. Options without a help here have it in `commands/train.py`.
+
+    Raises:
+        ValueError: for a number out of its bounds, and for options that exclude one another.
+    """
 
     model: str
     data: list[str]
     output: Path
     pictures: Path | None = _option(
-        None, "where names of pictures begin (default: the folder of the source)", Path, metavar="FOLDER"
+        None, "folder that names of images are relative to (default: the folder of the source)", Path, metavar="FOLDER"
     )
-    prompt: str | None = _option(None, "the question for pictures that have only a caption", str, metavar="TEXT")
+    prompt: str | None = _option(None, "the question for images that have only a caption", str, metavar="TEXT")
     epochs: float = _option(1.0, "times to go through the data", float, above=0, metavar="N", group="length")
     steps: int | None = _option(None, "optimizer steps, instead of --epochs", least=1, group="length")
     batch_size: int = _option(8, "examples per forward pass of each process", least=1)
@@ -63,35 +79,36 @@ class TrainingOptions:
     )
     started_rate: float | None = _option(
         None,
-        "share of it for all weights that do not start at zero, so that what was started by words is kept while the "
-        "output projections of the blocks learn (default: 0.03 for a model that is started by words, 1 for others)",
+        "share of the learning rate for all weights that do not start at zero. A small share keeps a start by words "
+        "while the output projections of the blocks learn (default: 0.03 for a model that is started by words, 1 for "
+        "others)",
         float,
         above=0,
     )
     align: str | None = _option(
         None,
-        "start the connector and the blocks of a fresh model by the words of this source, in place of those of --data; "
-        "with none, the connector and the blocks stay as they are, such as those that align_connector has started",
+        "start the connector and the blocks of a fresh model by the words of this source instead of those of --data; "
+        "with none, they stay as they are, for example as align_connector has started them",
         str,
         metavar="SOURCE",
     )
     warmup: float = _option(0.05, "share of the steps in which the learning rate rises", float, 0, below=1)
-    weight_decay: float = _option(0.0, "of AdamW, on matrices", float, least=0)
+    weight_decay: float = _option(0.0, "weight decay of AdamW, on matrices only", float, least=0)
     max_length: int | None = _option(None, "cut texts to N tokens", least=1)
     eval_share: float | None = _option(
-        None, "share of the examples to evaluate on, such as 0.1", float, above=0, below=1, group="evaluation"
+        None, "share of the examples to keep for evaluation, such as 0.1", float, above=0, below=1, group="evaluation"
     )
     eval_data: str | None = _option(
-        None, "examples to evaluate on, as of --data", str, metavar="SOURCE", group="evaluation"
+        None, "examples to evaluate on, a source as for --data", str, metavar="SOURCE", group="evaluation"
     )
     eval_steps: int | None = _option(None, "steps between evaluations (default: one epoch)", least=1)
     save_steps: int | None = _option(None, "steps between checkpoints (default: a tenth of all steps)", least=1)
     log_steps: int = _option(10, "steps between lines of the log", least=1)
-    workers: int = _option(0, "processes that read pictures", least=0)
-    seed: int = _option(0, "of the order of the examples and of dropout", least=0)
+    workers: int = _option(0, "worker processes that read rows and images", least=0)
+    seed: int = _option(0, "seed of the order of the examples and of dropout", least=0)
     stream: bool = _option(
         False,
-        "begin without a check of some rows to train on; each row is checked when it is read",
+        "do not check any rows to train on before the run; each row is checked when it is read",
         bool,
     )
     bad_rows: str = _option(
@@ -101,7 +118,7 @@ class TrainingOptions:
         str,
         choices=(STOP, SKIP),
     )
-    bad_rows_limit: float = _option(0.01, "share of all rows that may be left out", float, 0, below=1)
+    bad_rows_limit: float = _option(0.01, "largest share of all rows that may be left out", float, 0, below=1)
     report_to: list[str] | None = _option(
         None,
         "where `Trainer` sends its log, such as tensorboard or wandb; several may follow (default: nowhere)",
@@ -113,43 +130,43 @@ class TrainingOptions:
     train_vision: bool = _option(False, "train the vision tower too; it is frozen otherwise", bool)
     text_share: float | None = _option(
         None,
-        "share of the rows of the run that are text prompts, shown beside pictures of other rows; their answers stay "
-        "those of the text model alone, so that it keeps its text ability beside a picture. 0: none (default: "
-        f"{TEXT_SHARE}, and 0 with --train-text)",
+        "share of the rows of the run that are text prompts, each shown with the image of another row. The run trains "
+        "the model to answer them as without an image, so that it keeps its text ability in a chat that holds an "
+        f"image. 0 turns this off (default: {TEXT_SHARE}, and 0 with --train-text)",
         float,
         least=0,
         below=1,
     )
     text_prompts: Path | None = _option(
         None,
-        "a text file, one prompt a line, in place of the package's prompts; the text model answers them",
+        "a text file with one prompt a line, instead of the package's prompts; the text model answers them",
         Path,
         metavar="FILE",
     )
     distill_text: float | None = _option(
         None,
-        "show rows without a picture beside one of another row, and keep their answers those of the text model alone: "
-        "WEIGHT times the KL divergence is added to the loss (default: 1 with a --text-share)",
+        "show rows without an image together with the image of another row, and train their answers to be those of the "
+        "text model alone: WEIGHT times the KL divergence takes the place of their loss (default: 1 with a "
+        "--text-share)",
         float,
         above=0,
         metavar="WEIGHT",
     )
     features: Path | None = _option(
         None,
-        "what the frozen vision tower has returned for the pictures, from `hf-xattn encode-features`: the tower does "
-        "not run",
+        "folder of `hf-xattn encode-features`, with stored outputs of the frozen vision tower; the tower does not run",
         Path,
         metavar="FOLDER",
     )
     adapter_only: bool = _option(
         False,
-        "save only what was added or has changed, and fetch the rest from the checkpoints that MODEL was made of; "
-        "checkpoints during the run hold the whole model",
+        "save only the weights that were added or have changed; the rest is loaded from the checkpoints that MODEL was "
+        "made of. Checkpoints during the run hold the whole model",
         bool,
     )
     dtype: str = _option(
         "auto",
-        "dtype of the frozen weights; trained weights are float32 during training",
+        "dtype of the frozen weights; weights that train are float32 during the run",
         str,
         choices=("auto", "float32", "bfloat16"),
     )
@@ -174,21 +191,24 @@ class TrainingOptions:
         if self.train_text and (self.text_share or self.text_prompts is not None):
             given = "--text-share" if self.text_share else "--text-prompts"
             raise ValueError(
-                f"Expected `{given}` or `--train-text`, got both: the text model is the teacher of these rows, and "
-                "must stay as it is. Put rows without a picture into the data."
+                f"Expected `{given}` or `--train-text`, got both: the text model is the teacher of the text prompts, "
+                "and must not change. With `--train-text`, put rows without an image into the data instead."
             )
         if self.text_prompts is not None and self.share_of_text == 0:
             raise ValueError(
                 "Expected `--text-share` above 0 with `--text-prompts`, got 0: no prompt would be read. Leave one of "
-                "them out."
+                "these options out."
             )
         if self.distill_text is not None and self.train_text:
             raise ValueError(
-                "Expected `--distill-text` or `--train-text`, got both: the text model without a picture is the "
-                "teacher, and must stay as it is."
+                "Expected `--distill-text` or `--train-text`, got both: the text model is the teacher, and must not "
+                "change. Leave one of these options out."
             )
         if self.features is not None and self.train_vision:
-            raise ValueError("Expected `--features` or `--train-vision`, got both: features are of a frozen tower.")
+            raise ValueError(
+                "Expected `--features` or `--train-vision`, got both: features are stored outputs of a frozen vision "
+                "tower. Leave one of these options out."
+            )
 
     @property
     def share_of_text(self) -> float:
@@ -199,13 +219,13 @@ class TrainingOptions:
 
     @property
     def weight_of_text(self) -> float | None:
-        """Weight of the KL of rows without an image. None: they are read as they are."""
+        """Weight of the KL for rows without an image. None: such rows are trained on as ordinary rows."""
         if self.distill_text is None and self.share_of_text:
             return 1.0
         return self.distill_text
 
     def saved(self, fingerprints: Sequence[str]) -> dict[str, Any]:
-        """Returns the values that must be the same when the run is resumed. `fingerprints`: of the data."""
+        """Returns what must be equal when the run is resumed: options, launch, and the `fingerprints` of the data."""
         options = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
@@ -217,4 +237,5 @@ class TrainingOptions:
 
 
 def option_of(name: str) -> str:
+    """Returns how a field is written on the command line, in backticks."""
     return f"`--{name.replace('_', '-')}`"

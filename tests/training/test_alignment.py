@@ -279,7 +279,7 @@ def test_blocks_with_positions_are_not_started(folder):
     """Keys that are turned away from the queries that were made for them."""
     model, processor = fresh(folder, cross_attention={"position": own_parts.TURNING})
     rows, _ = halves(32, 12)
-    with pytest.raises(ValueError, match="without a position encoding in its blocks, .* `position='turning'`. Pass `blocks=False`"):
+    with pytest.raises(ValueError, match="without a position encoding .* `position='turning'`. Pass `blocks=False`"):
         align_connector(model, processor, rows)
     align_connector(model, processor, rows, blocks=False)
 

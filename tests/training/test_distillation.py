@@ -378,9 +378,9 @@ def test_refused(model, tmp_path, capsys):
         (["--data", data, "--distill-text", "nan"], "`--distill-text` must be above 0, got nan"),
         (["--data", data, "--distill-text", "inf"], "`--distill-text` must be above 0, got inf"),
         (["--data", data, "--distill-text", "1", "--train-text"], "`--distill-text` or `--train-text`, got both"),
-        (["--data", pictures, "--distill-text", "1"], "Expected a row without a picture in"),
-        (["--data", pictures, "--distill-text", "1", "--stream"], "Expected a row without a picture in"),
-        (["--data", texts, "--distill-text", "1"], "Expected a picture in"),
+        (["--data", pictures, "--distill-text", "1"], "Expected a row without an image in"),
+        (["--data", pictures, "--distill-text", "1", "--stream"], "Expected a row without an image in"),
+        (["--data", texts, "--distill-text", "1"], "Expected an image in"),
         (["--data", unasked, "--distill-text", "1"], "line 2: Expected a user message for the 1 image(s)"),
         (["--data", data, "--distill-text", "1", "--max-length", "28"], "beside the picture of another row"),
     ):

@@ -190,7 +190,7 @@ def test_what_a_stream_lacks(model, tmp_path, capsys):
     data = write_examples(tmp_path / "data", [{"question": "a ?", "answer": "b"}] * 3)
     options = ["--data", data, "--stream", "--steps", "1", "--output", tmp_path / "out"]
     status, _, error = run_training(capsys, model, *options)
-    assert status == 2 and "Expected a picture in" in error
+    assert status == 2 and "Expected an image in" in error
     status, _, error = run_training(capsys, model, *options, "--train-text", "--prompt", "what ?")
     assert status == 2 and "for `--prompt`" in error
     assert not (tmp_path / "out").exists()

@@ -140,7 +140,7 @@ def test_pictures_are_needed(model, tmp_path, capsys):
     data = write_examples(tmp_path / "data", [{"question": "what is it ?", "answer": "a red circle"}])
     options = [model, "--data", data, "--output", tmp_path / "out", "--steps", "1", *FAST]
     status, _, error = run_training(capsys, *options)
-    assert status == 2 and "Expected a picture in" in error and "`--train-text`" in error
+    assert status == 2 and "Expected an image in" in error and "`--train-text`" in error
     assert not (tmp_path / "out").exists()
     assert run_training(capsys, *options, "--train-text")[0] == 0
 
