@@ -88,7 +88,7 @@ def _check_no_pictures(others: Mapping[str, Any]) -> None:
     for name, value in others.items():
         if _names_a_picture(value) and not OF_IDS.search(name):
             raise ValueError(
-                f"expected the name of a picture in one of {list(PICTURES)}, got it in {name!r}, which is not read: "
+                f"expected the name of an image in one of {list(PICTURES)}, got it in {name!r}, which is not read: "
                 f"{value!r:.100}. Rename or remove the field"
             )
 
@@ -109,9 +109,9 @@ def _pictures(example: Mapping[str, Any]) -> list[Any]:
     images = images if given == ["images"] or (given == ["image"] and isinstance(images, list)) else [images]
     images = images if given else []
     if not isinstance(images, list) or not all(_is_picture(image) for image in images):
-        raise ValueError(f"pictures must be names of files, got {images!r:.200}")
+        raise ValueError(f"expected images as names of files, got {images!r:.200}")
     if own and images and len(own) != len(images):
-        raise ValueError(f"expected {len(images)} picture(s) in the sample, as `{given[0]}` names, got {len(own)}")
+        raise ValueError(f"expected {len(images)} image(s) in the sample, as `{given[0]}` names, got {len(own)}")
     return _in_order(own, images) if own and images else own or images
 
 
@@ -124,7 +124,7 @@ def _in_order(own: list[dict[str, Any]], names: list[Any]) -> list[Any]:
     if not known:  # of files that the images were before
         return own
     if sorted(known) != sorted(named):
-        raise ValueError(f"expected the names of the pictures in the sample, {sorted(named)}, got {given}")
+        raise ValueError(f"expected the names of the images in the sample, {sorted(named)}, got {given}")
     return [named[name] for name in known]
 
 
@@ -193,15 +193,15 @@ def _with_files(message: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _file(part: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     source, *others = [part[name] for name in IMAGE_SOURCES if name in part]
     if others:
-        raise ValueError(f"expected one picture in a part, got {1 + len(others)}: {dict(part)!r:.200}")
+        raise ValueError(f"expected one image in a part, got {1 + len(others)}: {dict(part)!r:.200}")
     if isinstance(source, bytes):
         return {"type": "image", "image": source}
     if isinstance(source, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}
         source = source.get("url")
     if not isinstance(source, str):
-        raise ValueError(f"pictures must be names of files, got {source!r:.200}")
+        raise ValueError(f"expected images as names of files, got {source!r:.200}")
     if source.startswith(("http:", "https:")):
-        raise ValueError(f"pictures must be files in the folder, got {source[:60]!r}")
+        raise ValueError(f"expected images as files, got the web address {source[:60]!r}: download the image first")
     if source.startswith("data:") or "base64" in part:
         return {"type": "image", "image": content_of(source)}
     if source.startswith("file://"):

@@ -44,11 +44,11 @@ def content_of(address: str) -> bytes:
     """The bytes of an image that is written into a text: a data URL, or base64 alone."""
     head, _, text = address.rpartition(",")
     if head and not head.endswith(";base64"):
-        raise ValueError(f"expected a picture as `data:image/png;base64,...`, got {address[:60]!r}")
+        raise ValueError(f"expected an image as `data:image/png;base64,...`, got {address[:60]!r}")
     try:
         return base64.b64decode("".join(unquote(text).split()), validate=True)
     except ValueError as error:
-        raise ValueError(f"expected a picture in base64, got {address[:60]!r}: {error}") from None
+        raise ValueError(f"expected an image in base64, got {address[:60]!r}: {error}") from None
 
 
 def why_no_file(path: Path) -> str | None:
@@ -85,11 +85,11 @@ def what_is_wrong(part: Mapping[str, Any], folder: Path) -> str | None:
         name = repr(str(path.relative_to(folder) if path.is_relative_to(folder) else path))
         name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}...'"
         if reason := why_no_file(path):
-            return f"the picture {name} {reason}"
+            return f"the image {name} {reason}"
         source = path  # type: ignore[assignment]
     try:
         with Image.open(source) as image:
             image.load()
     except Exception as error:  # Pillow raises errors of many kinds
-        return f"the picture {name} cannot be read: {error}"
+        return f"the image {name} cannot be read: {error}"
     return None

@@ -175,7 +175,7 @@ def read_row(row: Any, of_template: Collection[str] = ()) -> Conversation:
     check_fields(given)
     messages = _with_images(messages, _images(given))
     if any(MARKER in text_of(message) for message in messages):
-        raise ValueError("a text holds '<image>', the place of a picture, and has no picture for it")
+        raise ValueError("a text holds '<image>', the place of an image, and has no image for it")
     said = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT and index >= first]
     return Conversation(messages, tuple(index for index in said if is_trained(messages[index])))
 

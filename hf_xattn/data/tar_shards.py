@@ -127,13 +127,13 @@ class Shard(Table):
                 elif (mimetypes.guess_type(name, strict=False)[0] or "").startswith(("image/", "video/")) or (
                     extension.endswith(OTHER_PICTURES)
                 ):
-                    raise ValueError(f"expected pictures of a kind that Pillow reads, got {name}")
+                    raise ValueError(f"expected images of a kind that Pillow reads, got {name}")
                 elif is_picture(os.pread(file.fileno(), min(size, HEAD), start)):
-                    raise ValueError(f"expected the picture to have the ending of its kind, such as .jpg, got {name}")
+                    raise ValueError(f"expected the image to have the ending of its kind, such as .jpg, got {name}")
                 elif extension.endswith(ARRAYS):
                     others.append(name)
         if others and not pictures:
-            raise ValueError(f"expected a picture as the file of one, got {others[0]}, which is not read")
+            raise ValueError(f"expected the sample to have an image file, got the array {others[0]}, which is not read")
         return {**found, OWN_PICTURES: pictures}
 
     def name(self, place: int) -> str:

@@ -218,7 +218,7 @@ def align_connector(
             sums = regression.sums
         solved, explained = regression.to_states(states)
         if not bool(torch.isfinite(solved).all()):
-            raise CannotAlign("Expected `rows` with pictures that differ as their words do, got no such difference.")
+            raise CannotAlign("Expected `rows` with images that differ as their words do, got no such difference.")
         if blocks:  # before the connector is written, because reading the texts may fail
             shares = torch.tensor([texts.shares[word] for word in texts.words])
             start_blocks(body, processor, rows, texts.words, states, shares)

@@ -122,13 +122,13 @@ class Texts:
                 prompt = rendered(processor, asked, add_generation_prompt=True)
                 self.prompts += [prompt] * (prompt not in self.prompts)
         if not self.pictures:
-            raise CannotAlign(f"Expected `rows` with pictures and answers or captions, got none in {len(rows)} rows.")
+            raise CannotAlign(f"Expected `rows` with images and answers or captions, got none in {len(rows)} rows.")
         differing = Counter({word: count for word, count in counts.items() if count < self.pictures})
         self.words = sorted(word for word, _ in differing.most_common(MOST_WORDS))
         self.shares = {word: counts[word] / self.pictures for word in self.words}
         if len(self.words) < 2:
             raise CannotAlign(
-                f"Expected `rows` whose texts name what pictures differ in, got {self.pictures} picture(s) whose texts "
+                f"Expected `rows` whose texts name what images differ in, got {self.pictures} image(s) whose texts "
                 f"differ in {len(self.words)} word(s)."
             )
 
@@ -211,7 +211,7 @@ class ToldWords:
         words = [self._texts.words[place] for place in kept.tolist()]
         if len(words) < 2:
             raise CannotAlign(
-                f"Expected `rows` whose texts name what pictures show, got {self._pictures} pictures that tell "
+                f"Expected `rows` whose texts name what images show, got {self._pictures} images that tell "
                 f"{len(words)} of {len(self._texts.words)} words."
             )
         self._texts.words = words

@@ -98,7 +98,7 @@ class DistillingCollator:
         except (TypeError, ValueError) as error:
             if given != [True]:
                 raise
-            raise type(error)(f"{error} This is beside the picture of another row ({TURNED_OFF}).") from error
+            raise type(error)(f"{error} The row was shown with the image of another row ({TURNED_OFF}).") from error
         if not any(given):
             return batch
         teacher = self.collate([row for row, chosen in zip(rows, given) if chosen])
@@ -111,9 +111,9 @@ class DistillingCollator:
             whole = self.collate.max_length is None or length < self.collate.max_length
             if not torch.equal(own[places], said) or (whole and len(left)):
                 raise ValueError(
-                    f"Row {row} of the batch: Expected the same answer tokens with a picture in front of the text as "
+                    f"Row {row} of the batch: Expected the same answer tokens with an image in front of the text as "
                     "without one, got others: the chat template or the tokenizer writes the answer in another way "
-                    f"beside a picture. Change the template, or train without this ({TURNED_OFF})."
+                    f"beside an image. Change the template, or train without this ({TURNED_OFF})."
                 )
             own[left] = IGNORED
             ends.append(int(places[-1]) + 1)
@@ -168,9 +168,9 @@ class DistillingReader(RowReader):
                     return Place(rows, number), found
         inside, index = resolved(place)
         raise BadRowError(
-            f"Expected a row with a picture in the {SEARCHED} rows that follow {inside.where(index)} in the run, got "
-            "none. Add rows with pictures, give those that there are more weight (`--data SOURCE:WEIGHT`), or show no "
-            f"text beside pictures ({TURNED_OFF})."
+            f"Expected a row with an image in the {SEARCHED} rows that follow {inside.where(index)} in the run, got "
+            "none. Add rows with images, give them more weight (`--data SOURCE:WEIGHT`), or do not show text rows with "
+            f"images ({TURNED_OFF})."
         )
 
     def _leave_out(self, chosen: Sequence[tuple[Place, dict[str, Any]]]) -> bool:

@@ -78,7 +78,7 @@ class PictureUse(NamedTuple):
 
     def __str__(self) -> str:
         told = f"loss {self.own:.2f} with them, {self.another:.2f} with those of other rows ({self.rows} rows)"
-        return f"The model uses its pictures: {told}" if self.uses else f"The model does not use its pictures: {told}"
+        return f"The model uses its images: {told}" if self.uses else f"The model does not use its images: {told}"
 
 
 @torch.no_grad()
@@ -220,7 +220,7 @@ class PictureUseCallback(TrainerCallback):
                 self.last = picture_use(model, self.rows, self.collate, **options)
         except Exception as error:  # a failed measurement must not end a run of hours
             self.last = None
-            logger.warning(f"Whether the model uses its pictures could not be measured: {error}")
+            logger.warning(f"Whether the model uses its images could not be measured: {error}")
         if self.last is not None:
             losses = {"loss_with_own_picture": self.last.own, "loss_with_another": self.last.another}
             state.log_history.append({**losses, "step": state.global_step})

@@ -160,10 +160,10 @@ class RunData:
         told = "read as they come" if self.longest is None else f"at most {self.longest} tokens each"
         say(f"{len(self.rows)} examples to train on, {held_out} to evaluate on, {told}")
         if not self.streams and (known := self._with_known_pictures()):
-            say(f"{known} of the examples to evaluate on show pictures that are trained on, too")
+            say(f"{known} of the examples to evaluate on show images that are trained on, too")
         distilled = not self.streams and self.options.weight_of_text is not None
         if distilled and (own := sum(map(self._is_text, range(len(self.rows))))):
-            say(f"{own} of the examples have no picture: they are shown beside those of others ({TURNED_OFF})")
+            say(f"{own} of the examples have no image: they are shown with images of others ({TURNED_OFF})")
         if self.epoch_rows != len(self.rows):
             weights = ", ".join(f"{source.name} {source.weight:g}" for source in self.rows.sources)
             say(f"{self.epoch_rows} examples in an epoch, by weights: {weights}")
@@ -173,10 +173,10 @@ class RunData:
         self.texts = texts
         if texts:
             others, share = Shuffled(self.rows, 0).epoch_rows, self.options.share_of_text
-            told = f"{self.epoch_rows - others} text prompts beside pictures come to {others} examples in an epoch"
+            told = f"{self.epoch_rows - others} text prompts are added to the {others} examples of an epoch"
             say(f"{told} (`--text-share {share:g}`)")
         elif self.prompts:
-            say("No text prompt is left: the run is on the data alone, and may lose text ability beside a picture.")
+            say("No text prompt is left, so the model may lose its text ability beside an image.")
 
     def _shuffled(self, length: int, seed: int = 0) -> Shuffled:
         if not self.texts:

@@ -98,8 +98,8 @@ def _start(model: Any, processor: Any, rows: Rows | None, device: torch.device, 
     except CannotAlign as error:
         if asked:
             raise
-        say(f"They start at random, which learns later: {error}")
+        say(f"They start at random, so the model learns later to use its images: {error}")
         return AT_RANDOM
-    told = f"They start by {found.words} words of {found.pictures} pictures"
+    told = f"They start by {found.words} words of {found.pictures} images"
     say(f"{told}, and image tokens explain {found.explained:.0%} of what the words tell")
     return BY_WORDS

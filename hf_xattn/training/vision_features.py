@@ -37,7 +37,7 @@ from .freezing import body_of
 
 FORMAT = "hf_xattn vision features 1"
 SHARDS = "features-*.safetensors"  # complete shards; a shard has another name while it is written
-AGAIN = "Remove it, and run `hf-xattn encode-features` again, which encodes its pictures anew."
+AGAIN = "Remove it, and run `hf-xattn encode-features` again, which encodes its images anew."
 
 
 class Maker(NamedTuple):
@@ -158,11 +158,11 @@ class VisionFeatures:
         if str(tower.dtype) != self.maker.dtype:
             raise ValueError(
                 f"Expected `model` with a vision tower in {self.maker.dtype}, which has made the features in "
-                f"{self.folder}, got one in {tower.dtype}. Load it in this dtype, or encode the pictures anew."
+                f"{self.folder}, got one in {tower.dtype}. Load it in this dtype, or encode the images anew."
             )
         raise ValueError(
             f"Expected `model` with the vision tower that has made the features in {self.folder}, got another tower, "
-            f"or other weights: {identity[:12]}, not {self.maker.tower[:12]}. Encode the pictures into a new folder."
+            f"or other weights: {identity[:12]}, not {self.maker.tower[:12]}. Encode the images into a new folder."
         )
 
     def reader(self, processor: XAttnProcessor) -> XAttnProcessor:
@@ -173,7 +173,7 @@ class VisionFeatures:
         if image_processor_identity(processor) != self.maker.image_processor:
             raise ValueError(
                 f"Expected `processor` with the image processor that has made the features in {self.folder}, got "
-                "another one, or other settings. Encode the pictures into a new folder."
+                "another one, or other settings. Encode the images into a new folder."
             )
         reader = copy.copy(processor)
         reader._look_up = self._look_up
@@ -188,7 +188,7 @@ class VisionFeatures:
         return len(self._shards)
 
     def __repr__(self) -> str:
-        return f"VisionFeatures({str(self.folder)!r}, {len(self)} pictures)"
+        return f"VisionFeatures({str(self.folder)!r}, {len(self)} images)"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": {}}  # each process opens the files itself
@@ -212,7 +212,7 @@ class VisionFeatures:
         if len(shapes) > 1:
             raise ValueError(
                 f"Expected features of the same shape for all images of a batch, got {sorted(shapes)}. Set `do_resize` "
-                "or `size` of the image processor, and encode the pictures again."
+                "or `size` of the image processor, and encode the images again."
             )
         return lay_out({"vision_features": torch.stack(features), **tensors}, samples)
 
@@ -228,8 +228,8 @@ class VisionFeatures:
             ) from error
         if digest not in self._shards:
             raise ValueError(
-                f"{self.folder} holds no features of the picture {shown}. Run `hf-xattn encode-features` again with "
-                "the same `--output`: it adds the pictures that are missing."
+                f"{self.folder} holds no features of the image {shown}. Run `hf-xattn encode-features` again with "
+                "the same `--output`: it adds the images that are missing."
             )
         return digest
 
@@ -259,7 +259,7 @@ class VisionFeatures:
 
     def _damaged(self, digest: str, expected: str) -> ValueError:
         return ValueError(
-            f"{self._shards[digest]} is damaged: expected {expected}, for the picture {digest[:12]}. {AGAIN}"
+            f"{self._shards[digest]} is damaged: expected {expected}, for the image {digest[:12]}. {AGAIN}"
         )
 
 
