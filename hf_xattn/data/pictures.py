@@ -1,4 +1,7 @@
-"""Images of rows: files or their contents, and what is equal for equal images."""
+"""The images of rows: finds them, tells whether they can be read, and gives equal images an equal hash.
+
+An image stays a path, or the bytes of a file, until a collator needs its pixels.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +28,24 @@ KNOWN = 2**16  # files whose digests are kept
 
 
 def picture_parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parts of a row's messages that are images."""
+    """Returns the parts of a row's messages that are images."""
     messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
     return [part for message in messages for part in parts_of(message) if part.get("type") in IMAGES]
 
 
 def picture_of(part: Mapping[str, Any]) -> Any:
-    """The image of a part that [`row_of`] has made: a path, or the bytes of a file."""
+    """Returns the image of a part that [`row_of`] has made: a path, or the bytes of a file."""
     return Path(part["path"]) if "path" in part else part["image"]
 
 
 def path_of(picture: str | Path) -> Path:
+    """Returns the path of an image that is named by a path or by an address `file://`."""
     text = str(picture)
     return Path(url2pathname(urlsplit(text).path)) if text.startswith("file://") else Path(picture)
 
 
 def content_of(address: str) -> bytes:
-    """The bytes of an image that is written into a text: a data URL, or base64 alone."""
+    """Returns the bytes of an image that is written as a text: a data URL, or base64 without its head."""
     head, _, text = address.rpartition(",")
     if head and not head.endswith(";base64"):
         raise ValueError(f"expected an image as `data:image/png;base64,...`, got {address[:60]!r}")
@@ -52,7 +56,7 @@ def content_of(address: str) -> bytes:
 
 
 def why_no_file(path: Path) -> str | None:
-    """Why there is no file of that name, or None. Raises no error, whatever the name is."""
+    """Returns why a path is not a file that can be opened, or None if it is. Never raises an error."""
     try:
         return None if stat.S_ISREG(os.stat(path).st_mode) else "is no file"
     except (FileNotFoundError, NotADirectoryError):
@@ -62,7 +66,7 @@ def why_no_file(path: Path) -> str | None:
 
 
 def digest_of(picture: str | Path | bytes) -> str:
-    """The SHA-256 of an image's file. A file is read again only if it has changed."""
+    """Returns the SHA-256 of an image's file. A file is read again only if it has changed."""
     if isinstance(picture, bytes):
         return hashlib.sha256(picture).hexdigest()
     path = path_of(picture)
@@ -76,7 +80,7 @@ def _digest_of_file(path: str, changed: int, size: int) -> str:
 
 
 def what_is_wrong(part: Mapping[str, Any], folder: Path) -> str | None:
-    """Why an image cannot be read, or None."""
+    """Returns why an image cannot be read, or None if it can."""
     picture = picture_of(part)
     if isinstance(picture, bytes):
         name, source = "in the row", BytesIO(picture)
