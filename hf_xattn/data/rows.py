@@ -324,7 +324,7 @@ def _images(given: Mapping[str, Any]) -> list[Any]:
 
 
 def _decoded(image: Any) -> Any:
-    """Returns an image. `datasets` stores an image that is not decoded as a dict, of which the bytes or path is taken."""
+    """Returns an image, or the bytes or path in a dict. `datasets` stores an image that is not decoded as a dict."""
     if not isinstance(image, Mapping):
         return image
     if image.get("bytes") is not None:

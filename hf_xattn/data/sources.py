@@ -1,6 +1,7 @@
 """Finds the files of a source, such as `pictures`, `llava.json:0.5`, `shards-{000..127}.tar` or a Hub id.
 
-A source is named as after `--data`. `load_dataset` of `datasets` also asks for the kind of file; here the name tells it.
+A source has the name that stands after `--data`. `load_dataset` of `datasets` also needs the kind of file; here the
+name tells it.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ def _choices(piece: str) -> list[str]:
 
 
 def _data_set(path: str, config: str | None = None, split: str | None = None) -> list[Any]:
-    """Returns the files of a data set that `datasets` reads: saved, in a folder laid out as on the Hub, or on the Hub."""
+    """Returns the files of a data set that `datasets` reads: saved, in a folder like one of the Hub, or on the Hub."""
     datasets = library()
     if os.path.isdir(path) and any(os.path.isfile(os.path.join(path, name)) for name in SAVED):
         if config is not None:
