@@ -319,7 +319,7 @@ def test_files_of_somebody_else(made, model, data, tmp_path, capsys):
     status, _, error = run(capsys, *encode(model, data, folder))
     assert status == 2 and str(folder / name) in error
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    with pytest.raises(ValueError, match=f"{name} is .*not of `hf-xattn encode-features`"):
+    with pytest.raises(ValueError, match=f"{name} is .*not a file of `hf-xattn encode-features`"):
         VisionFeatures(folder, load(model))
 
 

@@ -212,7 +212,7 @@ def test_bad_lines_are_told_at_once(model, tmp_path, capsys):
         ({"messages": "what ?"}, "list of chat messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "https://a.b/c.png"}]}]},
-            "files in the folder",
+            "expected images as files",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "path": "none.png"}]}]},
