@@ -188,7 +188,8 @@ class ToldWords:
         self._shares = torch.tensor([texts.shares[word] for word in texts.words])
         self._tokens = RidgeSums(bias), RidgeSums(bias)  # one of each half; a half has every other image
         self._means = RidgeSums(bias), RidgeSums(bias)  # the same for the mean token of each image
-        self._squares = [torch.zeros(len(texts.words), dtype=torch.float64) for _ in range(2)]  # of the targets
+        # Sum of the squares of the targets of each word, in each half.
+        self._squares = [torch.zeros(len(texts.words), dtype=torch.float64) for _ in range(2)]
         self._pictures = 0
 
     def add(self, features: torch.Tensor, words: set[str]) -> None:

@@ -47,7 +47,7 @@ from .launch import is_first_process, on_device, say
 
 
 KEPT_TEXT_FILE = "kept_text.jsonl"
-PROMPTS = Path(__file__).with_name("text_prompts.txt")  # those that come with the package
+PROMPTS = Path(__file__).with_name("text_prompts.txt")  # the prompts that come with the package
 BATCH, MAX_NEW_TOKENS = 16, 32
 SEARCHED = 4096  # most rows behind a text row that are searched for an image
 KNOWN = 2**16  # most places of which a reader remembers whether they have an image

@@ -272,7 +272,7 @@ class EncodedPictures(NamedTuple):
 
     new: int  # images that were encoded
     known: int  # images whose features the folder held already
-    nbytes: int  # of the files that were written
+    nbytes: int  # size of the files that were written
     problems: dict[str, str]  # rows and images that cannot be read, each with the reason
 
 
