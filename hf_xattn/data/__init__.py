@@ -1,5 +1,5 @@
-"""Where rows to train on and to ask about come from: files and data sets in several forms, and the order of reading.
+"""Rows to train on and to ask about: the files and data sets that they come from, their forms, and their order.
 
-What may come in: kinds of files, forms of examples, orders of rows. What becomes of a row is in `training`.
-Imports from: all rooms above, and the processor.
+What belongs here: kinds of files, forms of examples, and orders of rows. What is done with a row is in `training`.
+Imports from: all subpackages above, and the processor.
 """

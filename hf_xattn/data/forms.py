@@ -1,7 +1,8 @@
-"""The forms of an example, and the row for a collator that each becomes.
+"""The forms of an example, and how each becomes a row for a collator.
 
-A form is known by its fields. Beside them an example may have pictures (`PICTURES`) and other columns, which stay in
-the row, so that a picture in a column of another name is refused later.
+An example is what a file holds for a row, such as `{"file_name": "a.png", "text": "a red circle"}`. Its fields tell
+which form it has. In addition to these fields it may have images (`PICTURES`) and other columns. The other columns stay
+in the row, so that an image in a column of another name can be refused later.
 """
 
 from __future__ import annotations
@@ -21,35 +22,37 @@ from .tar_shards import OWN_PICTURES, endings
 
 
 CAPTION_PROMPT = "Describe the image."
-TEXTS = FORMS[:3]  # whose fields are texts
-# Who speaks, in LLaVA's and ShareGPT's files.
+TEXTS = FORMS[:3]  # the forms in which each field is a text
+# Names of speakers in files of LLaVA and ShareGPT, with the role that each means.
 SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
     "system": "system",
 }
-# Fields that tell examples apart, often by a name such as `train/000.jpg`.
+# Fields that hold an id of the example. An id often looks like the name of an image, such as `train/000.jpg`.
 OF_IDS = re.compile(r"(^|_)(id|ids|uid|uuid|key|hash|key__|url__)$", re.IGNORECASE)
 Messages = list[dict[str, Any]]
 
 
 def is_caption(example: Mapping[str, Any]) -> bool:
+    """Whether an example is a caption, whose question is the prompt."""
     return any(example.get(name) is not None for name in ("text", "caption"))
 
 
 def row_of(example: Mapping[str, Any], folder: Path, prompt: str) -> dict[str, Any]:
-    """Returns the row of an example: `messages`, or `prompt` and `completion`, with pictures in their parts.
+    """Returns the row of an example: `messages`, or `prompt` and `completion`, with images in the parts of messages.
 
     Args:
-        folder (`Path`): where names of pictures begin.
+        example (`Mapping`): what a file holds for the row.
+        folder (`Path`): the folder that names of images are relative to.
         prompt (`str`): the question for a caption.
 
     Raises:
-        TypeError, ValueError: for an example of no form or of several, and for pictures that are no files in a folder.
+        TypeError, ValueError: for an example that has no form or several, and for images that are not files.
     """
     example = {name: value for name, value in example.items() if value is not None}
     if isinstance(example.get("caption"), str) and example["caption"].strip() == example.get("text"):
-        del example["caption"]  # shards of img2dataset have it in both of their files
+        del example["caption"]  # shards of img2dataset repeat the caption in their `.txt`
     form = _form_of(example)
     pictures = _pictures(example)
     made = _MESSAGES_OF[form[0]](example, prompt) if form[0] in _MESSAGES_OF else {name: example[name] for name in form}
@@ -84,11 +87,11 @@ def _form_of(example: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check_no_pictures(others: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` for a field of a row without a picture that names the file of one."""
+    """Raises a `ValueError` if a field of a row without images names an image file: the field was probably misnamed."""
     for name, value in others.items():
         if _names_a_picture(value) and not OF_IDS.search(name):
             raise ValueError(
-                f"expected the name of a picture in one of {list(PICTURES)}, got it in {name!r}, which is not read: "
+                f"expected the name of an image in one of {list(PICTURES)}, got it in {name!r}, which is not read: "
                 f"{value!r:.100}. Rename or remove the field"
             )
 
@@ -100,7 +103,7 @@ def _names_a_picture(value: Any) -> bool:
 
 
 def _pictures(example: Mapping[str, Any]) -> list[Any]:
-    """The pictures of an example: names of files, or dicts with `bytes`, as `datasets` keeps them."""
+    """Returns the images of an example: names of files, or dicts with `bytes`, as `datasets` stores images."""
     own = example.get(OWN_PICTURES, [])
     given = [name for name in PICTURES if name in example]
     if len(given) > 1:
@@ -109,22 +112,25 @@ def _pictures(example: Mapping[str, Any]) -> list[Any]:
     images = images if given == ["images"] or (given == ["image"] and isinstance(images, list)) else [images]
     images = images if given else []
     if not isinstance(images, list) or not all(_is_picture(image) for image in images):
-        raise ValueError(f"pictures must be names of files, got {images!r:.200}")
+        raise ValueError(f"expected images as names of files, got {images!r:.200}")
     if own and images and len(own) != len(images):
-        raise ValueError(f"expected {len(images)} picture(s) in the sample, as `{given[0]}` names, got {len(own)}")
+        raise ValueError(f"expected {len(images)} image(s) in the sample, as `{given[0]}` names, got {len(own)}")
     return _in_order(own, images) if own and images else own or images
 
 
 def _in_order(own: list[dict[str, Any]], names: list[Any]) -> list[Any]:
-    """The pictures of a sample, in the order in which its fields name them, if they do so by the names in the shard."""
+    """Returns the images of a sample in the order in which its fields name them.
+
+    The order is not changed if the fields do not use the names in the shard.
+    """
     paths = [name.get("path") if isinstance(name, Mapping) else name for name in names]
     given = [os.path.basename(path) for path in paths if isinstance(path, str)]
     named = {os.path.basename(picture["path"]): picture for picture in own}
     known = [name for name in given if name in named]
-    if not known:  # of files that the pictures were before
+    if not known:  # the names are of the files that the images came from before they were packed
         return own
     if sorted(known) != sorted(named):
-        raise ValueError(f"expected the names of the pictures in the sample, {sorted(named)}, got {given}")
+        raise ValueError(f"expected the names of the images in the sample, {sorted(named)}, got {given}")
     return [named[name] for name in known]
 
 
@@ -139,7 +145,7 @@ def _asked(question: str, answer: str) -> dict[str, Messages]:
 
 
 def _conversations(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
-    """LLaVA's and ShareGPT's form: [{"from": "human", "value": "<image>\\nwhat is it ?"}, {"from": "gpt", ...}]."""
+    """Reads the form of LLaVA and ShareGPT: [{"from": "human", "value": "<image>\\nwhat is it ?"}, ...]."""
     turns = example["conversations"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
         raise ValueError(f"`conversations` must be a list of turns that is not empty, got {turns!r:.200}")
@@ -157,7 +163,7 @@ def _conversations(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
 
 
 def _texts(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
-    """The form of The Cauldron and FineVision: [{"user": "what is it ?", "assistant": "a circle"}, ...]."""
+    """Reads the form of The Cauldron and FineVision: [{"user": "what is it ?", "assistant": "a circle"}, ...]."""
     turns = example["texts"]
     kinds = ("user", "assistant")
     if not isinstance(turns, list) or not turns:
@@ -166,7 +172,7 @@ def _texts(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
         if not (isinstance(turn, Mapping) and all(isinstance(turn.get(kind), str) for kind in kinds)):
             raise ValueError(f"expected turn {index} of `texts` to have `user` and `assistant`, got {turn!r:.200}")
     messages = []
-    for turn in turns:  # `source` says where the turn is from; other keys are those of the answer
+    for turn in turns:  # `source` names a data set and is ignored; other keys go to the answer
         others = {name: value for name, value in turn.items() if name not in (*kinds, "source")}
         messages.append({"role": "user", "content": turn["user"]})
         messages.append({**others, "role": "assistant", "content": turn["assistant"]})
@@ -183,7 +189,7 @@ _MESSAGES_OF: dict[str, Callable[[Mapping[str, Any], str], dict[str, Messages]]]
 
 
 def _with_files(message: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The message with pictures as paths of files or as their contents."""
+    """Returns the message with its images as paths of files or as the contents of files."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -193,15 +199,15 @@ def _with_files(message: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _file(part: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     source, *others = [part[name] for name in IMAGE_SOURCES if name in part]
     if others:
-        raise ValueError(f"expected one picture in a part, got {1 + len(others)}: {dict(part)!r:.200}")
+        raise ValueError(f"expected one image in a part, got {1 + len(others)}: {dict(part)!r:.200}")
     if isinstance(source, bytes):
         return {"type": "image", "image": source}
     if isinstance(source, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}
         source = source.get("url")
     if not isinstance(source, str):
-        raise ValueError(f"pictures must be names of files, got {source!r:.200}")
+        raise ValueError(f"expected images as names of files, got {source!r:.200}")
     if source.startswith(("http:", "https:")):
-        raise ValueError(f"pictures must be files in the folder, got {source[:60]!r}")
+        raise ValueError(f"expected images as files, got the web address {source[:60]!r}: download the image first")
     if source.startswith("data:") or "base64" in part:
         return {"type": "image", "image": content_of(source)}
     if source.startswith("file://"):

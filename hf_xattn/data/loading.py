@@ -1,12 +1,14 @@
-"""`load_rows`: the rows of one source or of several, read when they are asked for. And their order in training.
+"""`load_rows` opens one source of rows or several, and `Shuffled` gives the rows their order in training.
 
-The order is a permutation by a seed, so that the row of each place of a run is known at once ([`Shuffled`]). `Trainer`
-reads the places in turn, accelerate deals them to processes and skips those before a resumed step. A run that was
-killed therefore goes on with the next row, and reads nothing of what came before. The order does not depend on the
-number of processes or workers.
+A row is read when it is asked for; nothing is kept in memory.
 
-In an epoch each row comes once, in any order with those of all sources. `weight` of a source decides how many of its
-rows come, and those that did not come are the first of the next epoch.
+A streamed data set usually has a shuffle buffer, which a resumed run has to fill again. Here the order is a permutation
+that follows from a seed, so the row at each place of a run is known at once. `Trainer` reads the places in turn, and
+accelerate deals them to processes and skips those before a resumed step. A run that was killed therefore continues with
+the next row, and reads no earlier row again. The order does not depend on the number of processes or workers.
+
+The rows of all sources are mixed, and each row comes once in an epoch. If a source has a weight, the weight decides how
+many of its rows an epoch reads, and the next epoch continues with the rows that were not read.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from .forms import CAPTION_PROMPT, is_caption, row_of
 from .sources import DataFile, Source, open_source
 
 
-# Saved with a run: one that was begun in another order cannot go on.
+# The order is saved with a run. A run that began in another order cannot be resumed.
 ORDER = "each epoch a permutation of all rows, also of bad ones"
-WITHOUT_BAD = "each epoch a permutation of all rows"  # of earlier versions, which left out the bad rows that they found
-EPOCH, PASS = range(2)  # what a permutation is of, for its seed
+WITHOUT_BAD = "each epoch a permutation of all rows"  # earlier versions: bad rows found before the run were left out
+EPOCH, PASS = range(2)  # part of the seed: whether an epoch or the rows of a source are permuted
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """Rows to train on or to ask about, for `XAttnDataCollator` and `Trainer`. Made by [`load_rows`].
+    """Rows to train on or to ask about, for `XAttnDataCollator` and `Trainer`. [`load_rows`] makes them.
 
-    `rows[i]` reads row `i`, and holds nothing. Pictures are paths, or the bytes of their files. Raises a `ValueError`
-    that names the source, the file and the row for one that is broken.
+    `rows[i]` reads row `i` from its file each time. In a row, images are paths or the bytes of files. A broken row
+    raises a `ValueError` that names the file and the row.
     """
 
     def __init__(self, sources: Sequence[Source], prompt: str, chosen: np.ndarray | None = None):
@@ -43,10 +45,10 @@ class Rows(Sequence[dict[str, Any]]):
         self.prompt = prompt
         self._files = [(source, number, file) for source in self.sources for number, file in enumerate(source.files)]
         self._ends = list(itertools.accumulate(len(file) for *_, file in self._files))
-        self._chosen = chosen  # the rows of the sources that are left, if not all
+        self._chosen = chosen  # indices of the rows that are used; None for all
 
     def sizes(self) -> list[int]:
-        """The number of rows of each source."""
+        """Returns the number of rows of each source."""
         ends = list(itertools.accumulate(source.rows for source in self.sources))
         if self._chosen is not None:
             ends = np.searchsorted(self._chosen, ends).tolist()
@@ -67,29 +69,29 @@ class Rows(Sequence[dict[str, Any]]):
         return f"Rows({len(self):,} of {', '.join(source.name for source in self.sources)})"
 
     def read(self, index: int) -> dict[str, Any]:
-        """Row `index`; an error of it does not say where the row is."""
+        """Reads row `index`. In contrast to `rows[index]`, an error does not say where the row is."""
         try:
             return row_of(self.example(index), self.folder_of(index), self.prompt)
         except RecursionError:
             raise ValueError("its values are nested too deeply") from None
 
     def example(self, index: int) -> Mapping[str, Any]:
-        """What the file holds for a row, before it becomes one."""
+        """Returns what the file holds for a row."""
         _, _, file, place = self._place(index)
         return file.example(place)
 
     def where(self, index: int) -> str:
-        """Names a row for errors: its file, and its place there."""
+        """Names a row for errors: its file, and its place in the file."""
         file, place = self.place_of(index)
         return f"{file}, {place}"
 
     def place_of(self, index: int) -> tuple[str, str]:
-        """The file of a row, and its name there."""
+        """Returns the file of a row, and the name of the row in this file, such as "line 12"."""
         _, _, file, place = self._place(index)
         return file.path, file.name(place)
 
     def folder_of(self, index: int) -> Path:
-        """Where names of pictures begin, for a row."""
+        """Returns the folder that the names of a row's images are relative to."""
         source, number, _, _ = self._place(index)
         return source.folder_of(number)
 
@@ -97,7 +99,7 @@ class Rows(Sequence[dict[str, Any]]):
         return self._place(index)[0].name
 
     def is_caption(self, index: int) -> bool:
-        """Whether `prompt` is the question of a row. False for one that is broken."""
+        """Whether a row is a caption, whose question is `prompt`. False for a broken row."""
         try:
             return is_caption(self.example(index))
         except ValueError:
@@ -105,27 +107,27 @@ class Rows(Sequence[dict[str, Any]]):
 
     @property
     def fingerprint(self) -> str:
-        """Changes if the sources change, as far as lines, sizes and names of files tell. Pictures are not read."""
+        """A hash that changes with the sources, as far as lines, sizes and names of files show. Reads no images."""
         digest = hashlib.sha256()
         for source in self.sources:
             digest.update(f"{source.weight} {[file.digest for file in source.files]}".encode())
         return digest.hexdigest()
 
     def split(self, chosen: Sequence[int]) -> tuple[Rows, Rows]:
-        """The rows without the chosen ones, and the chosen ones."""
+        """Returns two [`Rows`]: those without the chosen ones, and the chosen ones."""
         indices = np.unique(np.asarray(chosen, dtype=np.int64))
         rows = np.arange(len(self)) if self._chosen is None else self._chosen
         return Rows(self.sources, self.prompt, np.delete(rows, indices)), Rows(self.sources, self.prompt, rows[indices])
 
     def with_source(self, source: Source) -> Rows:
-        """The same rows, and behind them those of one more source."""
+        """Returns the same rows, followed by those of one more source."""
         chosen, total = self._chosen, self._ends[-1]
         if chosen is not None:
             chosen = np.concatenate([chosen, np.arange(total, total + source.rows)])
         return Rows([*self.sources, source], self.prompt, chosen)
 
     def as_dataset(self) -> Any:
-        """The same rows as a `datasets.Dataset`, which TRL's trainers ask for. A row is read when it is asked for."""
+        """Returns the rows as a `datasets.Dataset`, for TRL's trainers. A row is still read when it is asked for."""
         from datasets import Dataset
 
         def read(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
@@ -135,7 +137,7 @@ class Rows(Sequence[dict[str, Any]]):
         return Dataset.from_dict({"index": np.arange(len(self))}).with_transform(read)
 
     def _place(self, index: int) -> tuple[Source, int, DataFile, int]:
-        """The source of a row, the file and its number there, and the place of the row in the file."""
+        """Returns the source of a row, the number of the file in the source, the file, and the row's place in it."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"Expected an index below {len(self)}, got {index}.")
         index %= len(self)
@@ -148,20 +150,24 @@ class Rows(Sequence[dict[str, Any]]):
 def load_rows(
     source: str | Path | Sequence[str | Path], pictures: str | Path | None = None, prompt: str = CAPTION_PROMPT
 ) -> Rows:
-    """Opens a source of rows, or several, for `XAttnDataCollator`, `Trainer` and, `as_dataset()`, `SFTTrainer`.
+    """Opens one source of rows or several, for `XAttnDataCollator` and `Trainer`.
 
-    Nothing is read but where rows begin; a row is read when it is asked for, and pictures later. `examples/data` has
-    the kinds of sources and the forms of examples.
+    Only the places of the rows are looked up. A row is read when it is asked for, and its images when a batch is made.
+    TRL's `SFTTrainer` takes `load_rows(...).as_dataset()`. `examples/data/README.md` describes the kinds of sources and
+    the forms of examples.
 
     Args:
         source (`str`, `Path`, or a list of them): a folder, a `.json`, `.jsonl`, `.parquet` or `.tar` file (also as
             `shards-{000..127}.tar` or `*.parquet`), a data set that `datasets` saved, or a Hub id.
-        pictures (`str` or `Path`, *optional*): the folder that names of pictures are relative to. Default: the folder
+        pictures (`str` or `Path`, *optional*): the folder that names of images are relative to. Default: the folder
             of each file.
-        prompt (`str`): the question for pictures that have only a caption.
+        prompt (`str`, defaults to `"Describe the image."`): the question for images that have only a caption.
+
+    Returns:
+        [`Rows`]: the rows of all sources, in the order of the sources.
 
     Raises:
-        ValueError: for a source that is none, a file that cannot be read, and no rows.
+        ValueError: for a source that does not exist, for a file that cannot be read, and if there are no rows.
         ImportError: for a source that needs the extra `data`.
 
     Example:
@@ -187,23 +193,23 @@ def load_rows(
 def load_rows_once(
     option: str, source: str | Path, pictures: str | Path | None = None, prompt: str = CAPTION_PROMPT
 ) -> Rows:
-    """[`load_rows`] for `option`, which reads each row once: a `ValueError` for a source with a weight."""
+    """Calls [`load_rows`] for an `option` that reads each row once. A source with a weight is a `ValueError`."""
     rows = load_rows(source, pictures, prompt)
     if rows.sources[0].weight != 1:
         raise ValueError(
-            f"Expected a source without a weight for `{option}`, which reads each row once, got {str(source)!r}. Leave "
-            "out what is behind the colon."
+            f"Expected a source without a weight for `{option}`, which reads each row once, got {str(source)!r}. "
+            "Remove the colon and what follows it."
         )
     return rows
 
 
 class Shuffled:
-    """The rows of a run, in their order, as a data set for `TrainingArguments(train_sampling_strategy="sequential")`.
+    """The rows of a run in their order: a data set for `TrainingArguments(train_sampling_strategy="sequential")`.
 
     Args:
-        rows ([`Rows`]): with the weights of their sources.
-        length (`int`): number of rows that the run reads.
-        seed (`int`): of the order.
+        rows ([`Rows`]): the rows, whose sources may have weights.
+        length (`int`): number of rows that the run reads in all epochs.
+        seed (`int`, defaults to 0): seed of the order.
 
     Example:
 
@@ -230,29 +236,32 @@ class Shuffled:
         return {"rows": self.rows, "length": self.length, "seed": self.seed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]  # makes the cache anew
+        self.__init__(**state)  # type: ignore[misc]  # a cache cannot be pickled, so it is made anew
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, place: int) -> dict[str, Any]:
-        if not 0 <= place < self.length:  # what ends a loop over the rows
+        if not 0 <= place < self.length:  # an `IndexError` ends a loop over the rows
             raise IndexError(f"Expected a place from 0 to {self.length - 1}, got {place}.")
         return self.rows[self.index(place)]
 
     def index(self, place: int) -> int:
-        """The row at a place of the run."""
+        """Returns the index in `rows` of the row at a place of the run."""
         epoch, inside = divmod(place, self.epoch_rows)
         return int(self._order(epoch)[inside])
 
     def _make_order(self, epoch: int) -> np.ndarray:
-        """The rows of an epoch, in their order."""
+        """Returns the indices of the rows of an epoch, in their order."""
         starts = np.cumsum([0, *self._sizes])
         chosen = [starts[source] + self._of_source(source, epoch) for source in range(len(self.counts))]
         return self._permutation(np.concatenate(chosen), EPOCH, epoch)
 
     def _of_source(self, source: int, epoch: int) -> np.ndarray:
-        """The part of an epoch in the endless row of passes through a source."""
+        """Returns the rows of a source that an epoch reads.
+
+        Passes through the source follow one another without end, each in another order. An epoch reads the next part.
+        """
         size, count = self._sizes[source], self.counts[source]
         if not count:
             return np.arange(0)

@@ -1,4 +1,7 @@
-"""Pictures of rows: files or their contents, and what is equal for equal pictures."""
+"""The images of rows: finds them, tells whether they can be read, and gives equal images an equal hash.
+
+An image stays a path, or the bytes of a file, until a collator needs its pixels.
+"""
 
 from __future__ import annotations
 
@@ -25,34 +28,35 @@ KNOWN = 2**16  # files whose digests are kept
 
 
 def picture_parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parts of a row's messages that are pictures."""
+    """Returns the parts of a row's messages that are images."""
     messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
     return [part for message in messages for part in parts_of(message) if part.get("type") in IMAGES]
 
 
 def picture_of(part: Mapping[str, Any]) -> Any:
-    """The picture of a part that [`row_of`] has made: a path, or the bytes of a file."""
+    """Returns the image of a part that [`row_of`] has made: a path, or the bytes of a file."""
     return Path(part["path"]) if "path" in part else part["image"]
 
 
 def path_of(picture: str | Path) -> Path:
+    """Returns the path of an image that is named by a path or by an address `file://`."""
     text = str(picture)
     return Path(url2pathname(urlsplit(text).path)) if text.startswith("file://") else Path(picture)
 
 
 def content_of(address: str) -> bytes:
-    """The bytes of a picture that is written into a text: a data URL, or base64 alone."""
+    """Returns the bytes of an image that is written as a text: a data URL, or base64 without its head."""
     head, _, text = address.rpartition(",")
     if head and not head.endswith(";base64"):
-        raise ValueError(f"expected a picture as `data:image/png;base64,...`, got {address[:60]!r}")
+        raise ValueError(f"expected an image as `data:image/png;base64,...`, got {address[:60]!r}")
     try:
         return base64.b64decode("".join(unquote(text).split()), validate=True)
     except ValueError as error:
-        raise ValueError(f"expected a picture in base64, got {address[:60]!r}: {error}") from None
+        raise ValueError(f"expected an image in base64, got {address[:60]!r}: {error}") from None
 
 
 def why_no_file(path: Path) -> str | None:
-    """Why there is no file of that name, or None. Raises no error, whatever the name is."""
+    """Returns why a path is not a file that can be opened, or None if it is. Never raises an error."""
     try:
         return None if stat.S_ISREG(os.stat(path).st_mode) else "is no file"
     except (FileNotFoundError, NotADirectoryError):
@@ -62,7 +66,7 @@ def why_no_file(path: Path) -> str | None:
 
 
 def digest_of(picture: str | Path | bytes) -> str:
-    """The SHA-256 of a picture's file. A file is read again only if it has changed."""
+    """Returns the SHA-256 of an image's file. A file is read again only if it has changed."""
     if isinstance(picture, bytes):
         return hashlib.sha256(picture).hexdigest()
     path = path_of(picture)
@@ -76,7 +80,7 @@ def _digest_of_file(path: str, changed: int, size: int) -> str:
 
 
 def what_is_wrong(part: Mapping[str, Any], folder: Path) -> str | None:
-    """Why a picture cannot be read, or None."""
+    """Returns why an image cannot be read, or None if it can."""
     picture = picture_of(part)
     if isinstance(picture, bytes):
         name, source = "in the row", BytesIO(picture)
@@ -85,11 +89,11 @@ def what_is_wrong(part: Mapping[str, Any], folder: Path) -> str | None:
         name = repr(str(path.relative_to(folder) if path.is_relative_to(folder) else path))
         name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}...'"
         if reason := why_no_file(path):
-            return f"the picture {name} {reason}"
+            return f"the image {name} {reason}"
         source = path  # type: ignore[assignment]
     try:
         with Image.open(source) as image:
             image.load()
     except Exception as error:  # Pillow raises errors of many kinds
-        return f"the picture {name} cannot be read: {error}"
+        return f"the image {name} cannot be read: {error}"
     return None

@@ -1,8 +1,11 @@
 """Reads rows of data sets as conversations.
 
-A misspelt column, key or role is an error. Else the model would be trained without the images, or on an unknown role.
-A key of a turn or a part is read, or it is an error. A row may have columns of its own. Of these, names close to one
-that is read are errors, and so are the fields by which other trainers steer what is learned or shown.
+Most readers ignore what they do not know. Here this could train a model without its images, or on text that should not
+be learned. So a misspelt column, key or role is an error:
+
+- A key of a message or of a part must be one that is read.
+- A row may have columns of its own. But a name that is close to one that is read is an error, and so are the fields
+  with which other trainers control what is learned or shown.
 """
 
 from __future__ import annotations
@@ -39,23 +42,24 @@ FORMS = (
 )
 SYSTEM = "system"
 PICTURES = ("file_name", "image", "images")
-# Columns of what the model would see elsewhere. They are not supported, so a row with one of them is refused.
+# Columns that other packages show to the model. They are not supported here, so a row with one of them is refused.
 NOT_READ = ("tools", "functions", "chat_template_kwargs", "video", "videos")
-# Keys of an assistant message that say whether it is trained on, with 0 or 1: OpenAI's, and those of other trainers.
+# Keys of an assistant message that say with 0 or 1 whether it is trained on: OpenAI's, and those of other trainers.
 TRAINED = ("weight", "train", "training", "loss", "loss_scale", "loss_weight")
-# Keys of a message. Chat templates read the others; of `annotations`, which OpenAI's API returns, nothing is shown.
+# Keys of a message. Chat templates read those that are not read here. `annotations`, which OpenAI's API returns, is
+# ignored.
 OF_TURNS = ("role", "content", *TRAINED, *WITHOUT_CONTENT, "name", "tool_call_id", "tool_plan", "annotations")
-# Keys of a part. `index` counts the images of the column, as in llava-instruct-mix.
+# Keys of a part. `index` is the number of an image in the column, as in llava-instruct-mix.
 OF_PARTS = ("type", "text", *IMAGES, *VIDEOS, *SOURCES, *HINTS, "index", "annotations")
-# Fields of a row by which other trainers weigh it. 1 changes nothing.
+# Fields with which other trainers give a row a weight. The value 1 is allowed, because it changes nothing.
 WEIGHTS = (*TRAINED, "sample_weight")
-# Fields by which they say what is learned of a row.
+# Fields with which other trainers control what is learned of a row.
 LEARNED = """
     loss_mask mask masked assistant_masks completion_mask labels_mask roles_to_train train_on_roles train_on_input
     train_on_inputs train_on_prompt train_detail mask_prompt mask_history kto_tag chosen rejected rejected_response
     rejected_messages preferred_output non_preferred_output
 """.split()
-# Fields by which they add to what the model is shown.
+# Fields with which other trainers show more to the model.
 SHOWN = """
     system_prompt system_message system_instruction sys_prompt meta_instruction preamble developer instruction history
     documents available_tools chat_template enable_thinking min_pixels max_pixels resized_height resized_width
@@ -65,14 +69,14 @@ OPTIONAL = (SYSTEM, *PICTURES, *NOT_READ)
 IMAGE_SOURCES = (*IMAGES, *SOURCES)
 ASSISTANT = "assistant"
 COLUMNS = ("messages", "prompt", "completion", "images", "image", *NOT_READ)
-MARKER = "<image>"  # the place of a picture in a text
-# Roles of transformers' and TRL's chat templates. `ipython` is Llama's name for a tool, `function` OpenAI's old one.
+MARKER = "<image>"  # the place of an image in a text
+# Roles in chat templates of transformers and TRL. For a tool, Llama says `ipython`, and OpenAI said `function`.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 ROLES_ELSEWHERE = {**dict.fromkeys(("model", "gpt", "bot", "chatbot"), "assistant"), "human": "user"}
 
 
 def check_fields(row: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` for a field of a row, without those that are None, that was meant to be read and is not."""
+    """Raises a `ValueError` for a field that was meant to be read and is not. No field may be None."""
     weights, others = ({_plain(name) for name in names} for names in (WEIGHTS, (*LEARNED, *SHOWN, "label")))
     of_forms = {name for form in FORMS for name in form}
     for name, value in row.items():
@@ -84,12 +88,12 @@ def check_fields(row: Mapping[str, Any]) -> None:
                 f"Expected the field `{name}` of a row to be 1, got {value!r:.100}: rows have no weights. Give "
                 "assistant messages a `weight` of 0 or 1, or remove the field."
             )
-        # A boolean `label` is that of KTO; other ones are classes.
+        # A boolean `label` is one of KTO training. Other labels are classes and are ignored.
         if plain in others and (isinstance(value, bool) if plain == "label" else _says_something(value)):
             raise ValueError(
-                f"Expected a row without the field `{name}`, by which other trainers steer what is learned or shown, "
-                f"and which is not read here, got {value!r:.100}. Write a system message as `{SYSTEM}` and others into "
-                "`messages`, or rename or remove the field."
+                f"Expected a row without the field `{name}`, with which other trainers control what is learned or "
+                f"shown, and which is not read here, got {value!r:.100}. Write a system message as `{SYSTEM}`, and "
+                "other text into `messages`, or rename or remove the field."
             )
         absent = [each for each in of_forms if each not in row and each.rstrip("s") != name.rstrip("s")]
         hint = _near(name, [*OPTIONAL, "weight"], 0.8) or _near(name, absent, 0.87)
@@ -98,7 +102,7 @@ def check_fields(row: Mapping[str, Any]) -> None:
 
 
 def check_keys(where: str, given: Iterable[Any], known: Collection[str]) -> None:
-    """Raises a `ValueError` for a key of a turn or a part that is not known. `where` names it."""
+    """Raises a `ValueError` for an unknown key of a message or a part, which `where` names."""
     for key in given:
         if key not in known:
             raise ValueError(
@@ -108,7 +112,10 @@ def check_keys(where: str, given: Iterable[Any], known: Collection[str]) -> None
 
 
 def keys_of_template(template: Any) -> frozenset[str]:
-    """The keys that a chat template, or a dict of several, may read of a message: the names that it looks up."""
+    """Returns the keys of a message that a chat template, or a dict of several, may read.
+
+    These are all names that the text of the template looks up.
+    """
     texts = template.values() if isinstance(template, Mapping) else [template]
     found = re.compile(
         r"""\.(\w+)\b(?!\s*\()|\[\s*['"](\w+)['"]|\bget\(\s*['"](\w+)['"]|['"](\w+)['"]\s+(?:not\s+)?in\b"""
@@ -117,7 +124,7 @@ def keys_of_template(template: Any) -> frozenset[str]:
 
 
 def _plain(name: str) -> str:
-    """A name as it is in every style: `loss_scale`, `lossScale`, `loss-scale`."""
+    """Returns a name without its style: `loss_scale`, `lossScale` and `loss-scale` become the same."""
     return re.sub(r"[-_ ]", "", name).lower()
 
 
@@ -126,7 +133,7 @@ def _says_something(value: Any) -> bool:
 
 
 def _near(name: str, known: Iterable[str], cutoff: float) -> str:
-    """` Did you mean ...?` for a misspelt name. A longer one, such as `question_id`, is another."""
+    """Returns ` Did you mean ...?` for a misspelt name. A longer name, such as `question_id`, is not a misspelt one."""
     lower = name.lower()
     alike = [each for each in known if each[0] == lower[:1]]  # `height` is no `weight`
     stems = {each: each.rstrip("s") for each in alike}
@@ -136,22 +143,27 @@ def _near(name: str, known: Iterable[str], cutoff: float) -> str:
 
 
 class Conversation(NamedTuple):
-    messages: list[dict[str, Any]]  # with the images in their parts
+    """A row that was read."""
+
+    messages: list[dict[str, Any]]  # chat messages, whose parts hold the images
     answers: tuple[int, ...]  # indices of the assistant messages that are trained on
 
 
 def read_row(row: Any, of_template: Collection[str] = ()) -> Conversation:
-    """Reads a row of a data set, and does not change it.
+    """Reads a row of a data set as a conversation. The row is not changed.
 
     Args:
-        row (`Mapping`): the row. Its fields that are None count as absent, as do such keys of messages and parts.
-        of_template (`Collection[str]`): keys of messages that the chat template reads, beside the usual ones.
+        row (`Mapping`): the row. A field, or a key of a message or part, whose value is None counts as absent.
+        of_template (`Collection[str]`): keys of messages that the chat template reads in addition to the usual ones.
+
+    Returns:
+        [`Conversation`]: the messages, and which of them are answers to train on.
 
     Raises:
         TypeError: for a row, a message or a part of a wrong type.
-        ValueError: for missing columns, unknown roles, keys of messages and parts that nothing reads, a misnamed
-            column, one that is not supported, a text with `<image>` that has no image, and if images and image parts
-            differ in number.
+        ValueError: for missing, misnamed or unsupported columns, for unknown roles, for keys of messages and parts that
+            nothing reads, for a text with `<image>` that has no image, and if the numbers of images and image parts
+            differ.
     """
     if not isinstance(row, Mapping):
         raise TypeError(f"Expected a row of the data set to be a dict with `messages`, got {type_name(row)}.")
@@ -175,24 +187,26 @@ def read_row(row: Any, of_template: Collection[str] = ()) -> Conversation:
     check_fields(given)
     messages = _with_images(messages, _images(given))
     if any(MARKER in text_of(message) for message in messages):
-        raise ValueError("a text holds '<image>', the place of a picture, and has no picture for it")
+        raise ValueError(
+            "a text holds '<image>', the place of an image, and has no image for it: add the image, or remove '<image>'"
+        )
     said = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT and index >= first]
     return Conversation(messages, tuple(index for index in said if is_trained(messages[index])))
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
-    """Whether no key of a message says that it is not trained on."""
+    """Whether a message is trained on: no key says otherwise."""
     return all(message.get(name, True) for name in TRAINED)
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message, without its images."""
+    """Returns the text of a message, without its images."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def with_text(message: dict[str, Any], text: str) -> dict[str, Any]:
-    """Returns the message with `text` in place of its texts. Its images stay."""
+    """Returns the message with `text` instead of its texts. Its images stay."""
     content = message.get("content")
     if not isinstance(content, list):
         return {**message, "content": text}
@@ -206,7 +220,10 @@ def with_text(message: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def in_front(messages: list[dict[str, Any]], images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages with image parts before the text of the first user message. A `ValueError` if there is none."""
+    """Returns messages with image parts in front of the text of the first user message.
+
+    Raises a `ValueError` if there is no user message.
+    """
     first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise ValueError(f"Expected a user message for the {len(images)} image(s) of the row, got none.")
@@ -216,7 +233,7 @@ def in_front(messages: list[dict[str, Any]], images: Sequence[dict[str, Any]]) -
 
 
 def _with_system(messages: list[dict[str, Any]], system: Any, name: str) -> list[dict[str, Any]]:
-    """Puts the column `system` in front, as a message of its own."""
+    """Puts the text of the column `system` in front of the messages, as a system message."""
     if not isinstance(system, str):
         raise ValueError(f"{SYSTEM!r} must be a text, got {system!r:.200}")
     if any(message["role"] == SYSTEM for message in messages):
@@ -258,7 +275,7 @@ def _messages(
 
 
 def _checked(name: str, messages: Any, known: Collection[str]) -> list[dict[str, Any]]:
-    """Returns messages and their parts as dicts without None values. Data sets fill missing fields with None."""
+    """Checks messages, and returns them as dicts without None, with which data sets fill missing fields."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise TypeError(f"Expected `{name}` to be a list of chat messages, got {type_name(messages)}.")
     if not messages:
@@ -289,7 +306,7 @@ def _checked_message(where: str, message: Any, known: Collection[str]) -> dict[s
 
 
 def _as_parts(content: Any) -> Any:
-    """A list of parts with the texts in it as parts of their own."""
+    """Returns the content of a message with each plain text in it as a part."""
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
@@ -307,7 +324,7 @@ def _images(given: Mapping[str, Any]) -> list[Any]:
 
 
 def _decoded(image: Any) -> Any:
-    """Returns an image, or the bytes or path in a dict, as which `datasets` keeps an image that is not decoded."""
+    """Returns an image, or the bytes or path in a dict. `datasets` stores an image that is not decoded as a dict."""
     if not isinstance(image, Mapping):
         return image
     if image.get("bytes") is not None:
@@ -318,7 +335,7 @@ def _decoded(image: Any) -> Any:
 
 
 def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
-    """Returns messages with the images of a column in their parts, or before the first user message (as TRL does)."""
+    """Returns messages with the images of a column in their parts, or in the first user message, as TRL does."""
     messages = _with_markers(messages) if images else messages
     parts = [part for message in messages for part in parts_of(message)]
     if images and not any(part.get("type") in IMAGES for part in parts):
@@ -344,7 +361,7 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict
 
 
 def _with_markers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Puts a part for a picture where a text that is no answer says `<image>`, if no part says where pictures are."""
+    """Replaces `<image>` in texts by image parts, except in answers. Does nothing if there are image parts."""
     if any(part.get("type") in IMAGES for message in messages for part in parts_of(message)):
         return messages
     return [message if message["role"] == ASSISTANT else _with_marked_parts(message) for message in messages]
@@ -360,7 +377,7 @@ def _with_marked_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split(text: str) -> list[dict[str, Any]]:
-    """The parts of a text with markers. White space between a marker and the end of the text goes with it."""
+    """Splits a text at `<image>` into parts. White space between `<image>` and an end of the text is removed."""
     pieces = text.split(MARKER)
     parts: list[dict[str, Any]] = []
     for index, piece in enumerate(pieces):

@@ -1,4 +1,8 @@
-"""Finds the files behind a source, such as `pictures`, `llava.json:0.5`, `shards-{000..127}.tar` or a Hub id."""
+"""Finds the files of a source, such as `pictures`, `llava.json:0.5`, `shards-{000..127}.tar` or a Hub id.
+
+A source has the name that stands after `--data`. `load_dataset` of `datasets` also needs the kind of file; here the
+name tells it.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +25,28 @@ READERS = {".json": json_files, ".jsonl": json_files, ".parquet": parquet_files,
 SOURCES = "a folder, a .json, .jsonl, .parquet or .tar file, or a data set on the Hub"
 WEIGHT = re.compile(r"(.+):(\d+(?:\.\d+)?)")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# What the name of a data set may end with: `@` and its configuration, `#` and its split.
+# The name of a data set may end with `@` and its configuration, and with `#` and its split.
 PARTS = re.compile(r"([^@#]+)(?:@([\w.-]+))?(?:#([\w.-]+))?")
 BRACES = re.compile(r"\{([^{}]*)\}")
 TABLES = (".parquet", ".tar", ".arrow")
-HEAD = 1024  # bytes that tell whether a file is an array
+HEAD = 1024  # bytes that are read to see whether a file is an array
 MOST_NAMED = 6
 SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")  # what `save_to_disk` of `datasets` writes
 
 
 class DataFile(Protocol):
-    """The rows of a file, of which any is read at once."""
+    """The rows of a file. Any row can be read at once."""
 
     path: str  # for errors
-    digest: str  # changes if the file changes, as far as its index tells
+    digest: str  # a hash that changes if the file changes, as far as its index shows
 
     def __len__(self) -> int: ...
 
     def example(self, place: int) -> Mapping[str, Any]:
-        """What the file holds for a row. Raises a `ValueError` for a row that is broken."""
+        """Returns what the file holds for a row. Raises a `ValueError` for a broken row."""
 
     def name(self, place: int) -> str:
-        """What errors call the row: "line 12", "row 3", "sample 000012"."""
+        """Returns what errors call the row: "line 12", "row 3", "sample 000012"."""
 
 
 class Source(NamedTuple):
@@ -50,7 +54,7 @@ class Source(NamedTuple):
 
     name: str
     files: list[DataFile]
-    pictures: Path | None  # the folder where names of pictures begin; None: that of each file
+    pictures: Path | None  # the folder that names of images are relative to; None: the folder of each file
     weight: float  # how often each of its rows is read in an epoch
 
     @property
@@ -58,7 +62,7 @@ class Source(NamedTuple):
         return sum(map(len, self.files))
 
     def folder_of(self, file: int) -> Path:
-        """Where names of pictures in a file begin."""
+        """Returns the folder that names of images in a file are relative to."""
         return Path(self.files[file].path).parent if self.pictures is None else self.pictures
 
 
@@ -66,22 +70,23 @@ def open_source(name: str | Path, pictures: str | Path | None = None) -> Source:
     """Finds the files of a source, and the rows in them.
 
     Args:
-        name (`str` or `Path`): see the table in `examples/data/README.md`. `:0.3` at its end reads 0.3 of its rows in
-            an epoch.
-        pictures (`str` or `Path`, *optional*): the folder that names of pictures are relative to. Default: that of the
-            file.
+        name (`str` or `Path`): the source; `examples/data/README.md` has a table. With `:0.3` at its end, an epoch
+            reads 0.3 of its rows.
+        pictures (`str` or `Path`, *optional*): the folder that names of images are relative to. Default: the folder of
+            each file.
 
     Raises:
-        ValueError: for a source that is none, a weight of 0, files that cannot be read, and no rows.
+        ValueError: for a source that does not exist, for a weight of 0, for files that cannot be read, and if there are
+            no rows.
         ImportError: for a source that needs the extra `data`.
     """
     text, weight = str(name), 1.0
     if not os.path.exists(text) and (found := WEIGHT.fullmatch(text)):
         text, weight = found[1], float(found[2])
         if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(f"Expected a weight above 0 behind the colon of {str(name)!r}, got {found[2]}.")
+            raise ValueError(f"Expected a weight above 0 after the colon of {str(name)!r}, got {found[2]}.")
     if pictures is not None and not Path(pictures).is_dir():
-        raise ValueError(f"Expected `pictures` to be a folder, got {pictures}, which is none.")
+        raise ValueError(f"Expected `pictures` to be a folder, got {pictures}, which is not a folder.")
     files, folder = _files_of(text)
     source = Source(text, files, folder if pictures is None else Path(pictures), weight)
     if not source.rows:
@@ -90,7 +95,7 @@ def open_source(name: str | Path, pictures: str | Path | None = None) -> Source:
 
 
 def _files_of(name: str) -> tuple[list[DataFile], Path | None]:
-    """The files of a source, and the folder where names of pictures begin; None: that of each file."""
+    """Returns the files of a source, and the folder that names of images are relative to (None: that of each file)."""
     if os.path.isdir(name):
         metadata = _metadata_of(name)
         return json_files([metadata]) if metadata else _data_set(name), Path(name)
@@ -108,7 +113,7 @@ def _files_of(name: str) -> tuple[list[DataFile], Path | None]:
 
 
 def _metadata_of(folder: str) -> str | None:
-    """The file that lists the pictures of a folder. None if its data lie in files of other kinds."""
+    """Returns the file that lists the images of a folder, or None if the folder holds data in other kinds of files."""
     files = sorted(name for name in os.listdir(folder) if not name.startswith("."))  # macOS leaves `._metadata.jsonl`
     lines = [file for file in files if file.endswith(".jsonl")]
     if METADATA in lines:
@@ -132,7 +137,7 @@ def _metadata_of(folder: str) -> str | None:
 
 
 def _others_with_rows(folder: str) -> list[str]:
-    """The files of a folder, and of those in it, that hold rows, but for lines at its top: their names in it."""
+    """Returns the names of all files with rows in a folder and its subfolders, except `.jsonl` files at the top."""
     found = []
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -145,13 +150,16 @@ def _others_with_rows(folder: str) -> list[str]:
 
 
 def _is_array(path: str) -> bool:
-    """Whether a file begins as an array of objects."""
+    """Whether a file begins like an array of objects."""
     with open(path, "rb") as file:
         return re.match(rb"\s*\[\s*\{", file.read(HEAD).removeprefix(codecs.BOM_UTF8)) is not None
 
 
 def _expanded(name: str) -> list[str]:
-    """Files that exist: of a name, of a pattern with `*`, or of all names that `{000..127}` and `{a,b}` make."""
+    """Returns the files of a name, of a pattern with `*`, or of all names that `{000..127}` and `{a,b}` make.
+
+    Raises a `ValueError` if a name that braces make does not exist.
+    """
     if os.path.isfile(name):
         return [name]
     pieces = BRACES.split(name)
@@ -175,7 +183,7 @@ def _choices(piece: str) -> list[str]:
 
 
 def _data_set(path: str, config: str | None = None, split: str | None = None) -> list[Any]:
-    """The files of a data set that `datasets` knows: saved by it, a folder laid out as on the Hub, or a Hub id."""
+    """Returns the files of a data set that `datasets` reads: saved, in a folder like one of the Hub, or on the Hub."""
     datasets = library()
     if os.path.isdir(path) and any(os.path.isfile(os.path.join(path, name)) for name in SAVED):
         if config is not None:
@@ -184,7 +192,7 @@ def _data_set(path: str, config: str | None = None, split: str | None = None) ->
         return [saved_table(_split_of(saved, path, split) if isinstance(saved, dict) else saved, path)]
     try:
         builder = datasets.load_dataset_builder(path, config)
-    except Exception as error:  # of many kinds, also of the network
+    except Exception as error:  # `datasets` raises errors of many kinds, also for the network
         raise ValueError(f"Expected `source` to be {SOURCES}, got {path}: {error}") from error
     files = builder.config.data_files or {}
     kind = type(builder).__module__.rpartition(".")[2]
@@ -200,9 +208,9 @@ def _data_set(path: str, config: str | None = None, split: str | None = None) ->
 
 
 def _split_of(splits: Any, path: str, split: str | None) -> Any:
-    """The split of that name; `train`, or the only one, if none is named."""
+    """Returns the split of a name. Without a name, this is `train` or the only split."""
     names = sorted(str(name) for name in splits)
     chosen = split or ("train" if "train" in names or len(names) != 1 else names[0])
     if chosen not in names:
-        raise ValueError(f"Expected a split of {path} behind `#`, one of {names}, got {chosen!r}.")
+        raise ValueError(f"Expected a split of {path} after `#`, one of {names}, got {chosen!r}.")
     return splits[chosen]

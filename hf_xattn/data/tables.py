@@ -1,9 +1,11 @@
-"""Files of rows, of which any row is read at once, and none is held.
+"""Files whose rows can be read in any order, without keeping rows in memory.
 
-Saved data sets are tables of `datasets`, which are mapped into memory. Parquet files are converted once, by `datasets`,
-and what the package itself finds in other files is kept as a table too: of an array of JSON, which has to be parsed to
-find its objects, their texts. Lines of JSON stay where they are: `datasets` would copy them, and take a broken byte for
-the end of the file. Pictures stay as they are stored: nothing is decoded here.
+- **Saved data sets** are tables of `datasets`, which are mapped into memory.
+- **Parquet files** are converted to such a table once, by `datasets`.
+- **Arrays of JSON** have to be parsed to find their objects. The texts of the objects are kept in a table, too.
+- **Lines of JSON** stay in their file. `datasets` would copy them, and take a broken byte for the end of the file.
+
+Images stay as they are stored; nothing is decoded here.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import numpy as np
 
 
-FORM = 1  # of what the package keeps: another one is found anew
+FORM = 1  # version of the tables that this file keeps. With another version, they are made anew
 BOM = codecs.BOM_UTF8
 SPACE, COMMAS = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
 
@@ -33,9 +35,9 @@ class Table:
 
     Args:
         path (`str`): the file, for errors.
-        table (`datasets.Dataset`): may hold the rows of other files too.
-        rows (`range`): those of the file.
-        digest (`str`): changes if the file changes.
+        table (`datasets.Dataset`): the table, which may hold the rows of several files.
+        rows (`range`): the rows of this file in the table.
+        digest (`str`): a hash that changes if the file changes.
     """
 
     def __init__(self, path: str, table: Any, rows: range, digest: str):
@@ -45,7 +47,7 @@ class Table:
         return len(self.rows)
 
     def example(self, place: int) -> Mapping[str, Any]:
-        """What the file holds for a row."""
+        """Returns what the file holds for a row."""
         return self.table[self.rows[place]]
 
     def name(self, place: int) -> str:
@@ -53,17 +55,21 @@ class Table:
 
 
 def saved_table(dataset: Any, path: str) -> Table:
-    """A table of `datasets` that lies in files (`datasets.Dataset`)."""
+    """Makes a [`Table`] of a `datasets.Dataset` that is stored in files."""
     files = [(os.path.basename(each["filename"]), os.path.getsize(each["filename"])) for each in dataset.cache_files]
     digest = hashlib.sha256(f"{dataset.features} {len(dataset)} {files}".encode()).hexdigest()
     return Table(path, _undecoded(dataset), range(len(dataset)), digest)
 
 
 def parquet_files(paths: list[str], names: list[str] | None = None) -> list[Table]:
-    """The rows of Parquet files, which `datasets` converts where it has not yet. `names` are those for errors.
+    """Opens Parquet files. `datasets` converts those that it has not converted before.
+
+    Args:
+        paths (`list[str]`): the files.
+        names (`list[str]`, *optional*): what errors call them. Default: `paths`.
 
     Raises:
-        ValueError: for a file that is no Parquet file, or is cut off or broken.
+        ValueError: for a file that is not a Parquet file, or that is cut off or broken.
     """
     datasets = library()
     import pyarrow.parquet
@@ -77,7 +83,7 @@ def parquet_files(paths: list[str], names: list[str] | None = None) -> list[Tabl
             raise ValueError(f"Expected a Parquet file, got {name}, which cannot be read: {error}") from error
     if not any(footer.num_rows for footer in footers):
         return []
-    alike: dict[Any, list[int]] = {}  # `datasets` would give all files the types of the first one
+    alike: dict[Any, list[int]] = {}  # files with equal columns. `datasets` would give all files the types of the first
     for number, footer in enumerate(footers):
         schema = footer.schema.to_arrow_schema()
         kind = f"{schema.remove_metadata()}", (schema.metadata or {}).get(b"huggingface")
@@ -106,12 +112,13 @@ def parquet_files(paths: list[str], names: list[str] | None = None) -> list[Tabl
 
 
 def _converted_parquet(datasets: Any, paths: list[str], footer: Any) -> Any:
-    """The table of files with the same columns, or the error that `datasets` raised."""
+    """Returns the table of files with the same columns, or the error that `datasets` has raised."""
     features = _features_of(datasets, footer.schema.to_arrow_schema())
-    # `datasets` knows a file by its name and its time, which a file that was written anew may share.
+    # `datasets` recognises a file by its name and time. A file that was written anew may have the same, so its state is
+    # put into the name of the cache.
     state = hashlib.sha256(repr([(os.path.abspath(path), _state(path)) for path in paths]).encode()).hexdigest()
     cache = os.path.join(datasets.config.HF_DATASETS_CACHE, f"hf_xattn-{state}")
-    files = list(map(glob.escape, paths))  # `datasets` takes them for patterns
+    files = list(map(glob.escape, paths))  # `datasets` would read the paths as patterns
     try:
         table = datasets.load_dataset("parquet", data_files=files, split="train", features=features, cache_dir=cache)
     except Exception as error:
@@ -120,20 +127,26 @@ def _converted_parquet(datasets: Any, paths: list[str], footer: Any) -> Any:
 
 
 def _state(path: str) -> tuple[int, ...]:
-    """Changes if a file is written, also where another program sets back its time."""
+    """Returns facts that change if a file is written, even if another program sets back its time."""
     facts = os.stat(path)
     return facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino
 
 
 def converted(kind: type[Table], find: Callable[[str], Iterator[str]], paths: list[str]) -> list[Any]:
-    """Tables of the class `kind`, one a file, with a column `text` of what `find` yields for each row of a file.
+    """Makes a table of each file, with a row for each text that `find` yields for the file.
 
-    `datasets` keeps them in its cache until a file changes. Of several processes the first one finds, the others wait.
+    `datasets` keeps the tables in its cache until a file changes. If there are several processes, the first one calls
+    `find`, and the others wait.
+
+    Args:
+        kind (`type[Table]`): the class of the tables.
+        find (`Callable`): yields the texts of a file.
+        paths (`list[str]`): the files.
     """
     datasets = library()
     states = tuple((*_state(path), FORM) for path in paths)
     features = datasets.Features({"file": datasets.Value("int32"), "text": datasets.Value("large_string")})
-    # Of lists, `datasets` would give one part after another to the generator.
+    # Tuples, because `datasets` would split lists and call the generator for each part.
     given = {"find": find, "paths": tuple(map(os.path.abspath, paths)), "states": states}
     try:
         table = datasets.Dataset.from_generator(_found, features, gen_kwargs=given)
@@ -152,11 +165,11 @@ def _found(find: Any, paths: tuple[str, ...], states: Any) -> Iterator[dict[str,
     for number, path in enumerate(paths):
         for text in find(path):
             yield {"file": number, "text": text}
-    yield {"file": len(paths), "text": ""}  # of no file: `datasets` refuses a table without rows
+    yield {"file": len(paths), "text": ""}  # belongs to no file: `datasets` refuses a table without rows
 
 
 def library() -> Any:
-    """The package `datasets`."""
+    """Imports `datasets`, or raises an `ImportError` that says how to install it."""
     try:
         import datasets
     except ImportError as error:
@@ -165,8 +178,9 @@ def library() -> Any:
 
 
 def _features_of(datasets: Any, schema: Any) -> Any:
-    """The features of a Parquet file, with columns of the type `Json` that another program has kept as texts. None if
-    there are none: `datasets` finds out by itself.
+    """Returns the features of a Parquet file in which columns of the type `Json` are stored as texts.
+
+    None if there are no such columns: `datasets` then finds the features by itself.
     """
     stated = (schema.metadata or {}).get(b"huggingface", b"")
     if b'"Json"' not in stated:
@@ -179,18 +193,18 @@ def _features_of(datasets: Any, schema: Any) -> Any:
 
 
 def _undecoded(dataset: Any) -> Any:
-    """The same table, whose pictures and sounds are not decoded. What is stored stays, so nothing is written."""
+    """Returns the same table without decoding of images and sounds. The stored data do not change."""
     datasets = library()
     features = datasets.Features({name: _plain(feature) for name, feature in dataset.features.items()})
-    if features != dataset.features:  # `cast_column` would write a column of lists of pictures anew
-        assert len(dataset.data) == len(dataset)  # of files, where no rows are selected
+    if features != dataset.features:  # not `cast_column`, which would write lists of images anew
+        assert len(dataset.data) == len(dataset)  # the table comes from files, so no rows are selected
         info = datasets.DatasetInfo(features=features)
         dataset = datasets.Dataset(dataset.data.cast(features.arrow_schema), info=info, fingerprint="undecoded")
     return dataset.with_format(None)
 
 
 def _plain(feature: Any) -> Any:
-    """A feature whose pictures and sounds stay the bytes or the names of their files."""
+    """Returns a feature in which images and sounds stay bytes or names of files."""
     if isinstance(feature, Mapping):
         return {name: _plain(each) for name, each in feature.items()}
     if isinstance(feature, list):
@@ -205,7 +219,7 @@ def _is_file(feature: Any) -> bool:
 
 
 def _broken_part(paths: list[str], names: list[str]) -> str | None:
-    """Names the row group that cannot be read."""
+    """Names the first row group that cannot be read, or returns None."""
     import pyarrow.parquet
 
     for path, name in zip(paths, names):
@@ -221,10 +235,10 @@ def _broken_part(paths: list[str], names: list[str]) -> str | None:
 
 
 def json_files(paths: list[str]) -> list[Any]:
-    """The rows of `.json` or `.jsonl` files.
+    """Opens `.json` and `.jsonl` files.
 
     Raises:
-        ValueError: for an array that is broken, which hides where its objects begin.
+        ValueError: for a broken array, in which the objects cannot be found.
         ImportError: for an array without the extra `data`.
     """
     arrays = [path for path in paths if _is_array(path)]
@@ -233,7 +247,7 @@ def json_files(paths: list[str]) -> list[Any]:
 
 
 def read_json(text: str | bytes) -> Any:
-    """What a JSON text says. Raises a `ValueError` for one that is broken, or too deep for Python's parser."""
+    """Parses a JSON text. Raises a `ValueError` if it is broken, or nested too deeply for Python's parser."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -243,11 +257,15 @@ def read_json(text: str | bytes) -> Any:
 
 
 class Lines:
-    """The lines of a file that are not empty. Only a line feed ends a line: JSON allows U+2028 and U+0085 in a text."""
+    """The lines of a file that are not empty.
+
+    Only a line feed ends a line, because JSON allows other line breaks (U+2028, U+0085) inside a text.
+    """
 
     def __init__(self, path: str):
         self.path = path
-        self._starts, self._empty = array("Q"), array("Q")  # of lines; how many lines are in front of each empty one
+        # Where lines begin, and how many lines are in front of each empty line.
+        self._starts, self._empty = array("Q"), array("Q")
         digest, position = hashlib.sha256(), 0
         with open(path, "rb") as file:
             for line in file:
@@ -277,7 +295,7 @@ class Lines:
 
 
 class Objects(Table):
-    """The objects of an array, whose texts `datasets` keeps."""
+    """The objects of a JSON array. `datasets` keeps their texts."""
 
     def example(self, place: int) -> Mapping[str, Any]:
         return _object(super().example(place)["text"])
@@ -299,7 +317,7 @@ def _is_array(path: str) -> bool:
 
 
 def _objects(path: str) -> Iterator[str]:
-    """The texts of the elements of an array. The file is held whole meanwhile."""
+    """Yields the texts of the elements of an array. The whole file is in memory during this."""
     decoder = json.JSONDecoder()
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -322,7 +340,7 @@ def _objects(path: str) -> Iterator[str]:
         except json.JSONDecodeError as error:
             why = f"{error.msg} behind character {start}."
             break
-        except (RecursionError, ValueError) as error:  # brackets in brackets, or a number of thousands of digits
+        except (RecursionError, ValueError) as error:  # too deep nesting, or a number with thousands of digits
             why = str(error)
             break
         yield text[start:end]

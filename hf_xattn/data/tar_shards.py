@@ -1,8 +1,8 @@
-"""Shards of tar, in the form of WebDataset: files of one name, but for what follows its first dot, are one sample.
+"""Tar shards in the form of WebDataset. Files whose names are equal up to the first dot are one sample.
 
-`000012.jpg` and `000012.json` are a picture and its example; `000012.txt` is a caption. Where the files of each sample
-lie is found once, and kept by `datasets`. The samples stay in the shard and are read in any order. (The builder
-`webdataset` of `datasets` would copy them, and drop fields that its first five samples lack.)
+`000012.jpg` and `000012.json` are an image and its example, and `000012.txt` is a caption. The places of the files in
+the shard are found once and kept by `datasets`. The samples stay in the shard and can be read in any order. The builder
+`webdataset` of `datasets` would copy them instead, and drop fields that its first five samples lack.
 """
 
 from __future__ import annotations
@@ -23,33 +23,35 @@ from ..processing.chat_messages import is_picture
 from .tables import Table, converted, read_json
 
 
-# Pictures that Pillow does not read, and arrays, as which other programs keep some. `mimetypes` knows most of the rest.
+# Endings of images that Pillow does not read, and of arrays, in which some programs store images. `mimetypes` knows
+# most other endings.
 OTHER_PICTURES = (".heic", ".heif", ".jxl", ".dng", ".cr2", ".nef", ".arw")
 ARRAYS = (".npy", ".npz", ".pth", ".pt", ".pyd", ".pkl", ".pickle", ".safetensors")
-HEAD = 2**16  # bytes that tell whether a file of another ending is a picture
-OWN_PICTURES = "__pictures__"  # of a sample; its fields may name them again
+HEAD = 2**16  # bytes that are read to see whether a file with another ending is an image
+OWN_PICTURES = "__pictures__"  # field for the image files of a sample; other fields may name them again
 
 
 @functools.cache
 def endings() -> tuple[str, ...]:
-    """The endings of pictures that Pillow reads."""
+    """Returns the endings of images that Pillow reads."""
     Image.init()
     read = {kind for kind, mime in Image.MIME.items() if kind in Image.OPEN and mime.startswith("image/")}
     return tuple(ending for ending, kind in Image.registered_extensions().items() if kind in read)
 
 
 def tar_files(paths: list[str]) -> list[Any]:
-    """The samples of shards.
+    """Opens shards, whose rows are samples.
 
     Raises:
-        ValueError: for a shard that is compressed, cut off or no tar file, and for a sample whose files stand apart.
+        ValueError: for a shard that is compressed, cut off or not a tar file, and for a sample whose files are not next
+            to one another.
         ImportError: without the extra `data`.
     """
     return converted(Shard, _samples, paths)
 
 
 def _samples(path: str) -> Iterator[str]:
-    """Names, places and sizes of the files of each sample."""
+    """Yields names, places and sizes of the files of each sample, as JSON."""
     known = set[str]()
     files = (member for member in _members(path) if not _is_left_by_a_system(member.name))
     for key, members in itertools.groupby(files, lambda member: _key(member.name)[0]):
@@ -63,7 +65,7 @@ def _samples(path: str) -> Iterator[str]:
 
 
 def _members(path: str) -> Iterator[tarfile.TarInfo]:
-    """The files of a shard."""
+    """Yields the files of a shard. Raises a `ValueError` for what cannot be read, such as links."""
     if not os.path.getsize(path):
         return
     with open(path, "rb") as file:
@@ -75,7 +77,7 @@ def _members(path: str) -> Iterator[tarfile.TarInfo]:
             ) from None
         try:
             while (member := archive.next()) is not None:
-                archive.members.clear()  # it would hold all of them
+                archive.members.clear()  # the archive would keep all of them in memory
                 if member.islnk() or member.issym():
                     raise ValueError(
                         f"Expected files in {path}, got a link, {member.name}, whose content is elsewhere. Pack the "
@@ -102,7 +104,7 @@ def _is_left_by_a_system(name: str) -> bool:
 
 
 def _key(name: str) -> tuple[str, str]:
-    """The sample that a file belongs to, and its extension, which begins at the first dot behind the last slash."""
+    """Returns the sample that a file belongs to, and its extension, which begins at the first dot of its name."""
     dot = name.find(".", name.rfind("/") + 1)
     return (name, "") if dot < 0 else (name[:dot], name[dot:].lower())
 
@@ -111,7 +113,7 @@ class Shard(Table):
     """The samples of a shard. Their contents are read when they are asked for."""
 
     def example(self, place: int) -> Mapping[str, Any]:
-        """The fields of the sample's `.json`, its `.txt` as `text`, and its pictures as `images`."""
+        """Returns the fields of the sample's `.json`, its `.txt` as `text`, and its images as `OWN_PICTURES`."""
         found: dict[str, Any] = {}
         pictures, others = [], []
         with open(self.path, "rb") as file:
@@ -127,13 +129,13 @@ class Shard(Table):
                 elif (mimetypes.guess_type(name, strict=False)[0] or "").startswith(("image/", "video/")) or (
                     extension.endswith(OTHER_PICTURES)
                 ):
-                    raise ValueError(f"expected pictures of a kind that Pillow reads, got {name}")
+                    raise ValueError(f"expected images of a kind that Pillow reads, got {name}")
                 elif is_picture(os.pread(file.fileno(), min(size, HEAD), start)):
-                    raise ValueError(f"expected the picture to have the ending of its kind, such as .jpg, got {name}")
+                    raise ValueError(f"expected the image to have the ending of its kind, such as .jpg, got {name}")
                 elif extension.endswith(ARRAYS):
                     others.append(name)
         if others and not pictures:
-            raise ValueError(f"expected a picture as the file of one, got {others[0]}, which is not read")
+            raise ValueError(f"expected the sample to have an image file, got {others[0]}, an array, which is not read")
         return {**found, OWN_PICTURES: pictures}
 
     def name(self, place: int) -> str:
@@ -144,16 +146,16 @@ class Shard(Table):
 
 
 def _in_numbers(extension: str) -> list[tuple[int, str]]:
-    """Sorts `.2.jpg` in front of `.10.jpg`."""
+    """Returns a key that sorts `.2.jpg` in front of `.10.jpg`."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", extension)]
 
 
 def _fields(extension: str, name: str, content: bytes) -> dict[str, Any]:
-    """What the text files of a sample say."""
+    """Returns the fields that a text file of a sample holds."""
     try:
         text = content.decode("utf-8-sig")
         fields = {"text": text.strip()} if extension.endswith(".txt") else read_json(text)
-    except ValueError as error:  # of its encoding, too
+    except ValueError as error:  # also for text that is not UTF-8
         raise ValueError(f"{name} cannot be read: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"expected {name} to hold a JSON object, got {type(fields).__name__}")

@@ -1,4 +1,7 @@
-"""Compares answers, and counts the right ones."""
+"""Compares answers, and counts the right ones.
+
+A share of right answers is kept with its 95 % interval, because a data set has few questions of each kind.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +28,28 @@ NUMBERS = {
 }
 ARTICLES = ("a", "an", "the")
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
-# What VQA leaves in a word: Markdown's emphasis, typographic quotes and dots, a colon that is not between two digits.
+# Marks that the evaluation of VQA does not remove: emphasis of Markdown, typographic quotes and dots, and a colon that
+# is not between two digits.
 MARKS = re.compile(r"[*…“”«»]|(?<!\d):|:(?!\d)")
-# Of a normal distribution: 95 % of it lie between its negative and it.
+# Quantile of the normal distribution: 95 % of it lie between this number and its negative.
 QUANTILE = 1.959964
 
 
 def normalised(answer: str) -> str:
-    """An answer as the evaluation of VQA compares it: lower case, numbers as digits, no articles, no punctuation.
+    """Normalises an answer as VQA does: lower case, numbers as digits, no articles, no punctuation.
 
-    See https://visualqa.org/evaluation.html. Two steps are ours: VQA puts missing apostrophes into contractions, by a
-    table, and here apostrophes are taken out; an answer of articles or punctuation alone keeps them, as the choice "A".
+    Source: https://visualqa.org/evaluation.html. Two steps differ from it. VQA adds missing apostrophes to
+    contractions, and here all apostrophes are removed. An answer that has only articles or punctuation keeps them, such
+    as the choice "A".
     """
     words = _words(answer.lower())
     return " ".join([word for word in words if word not in ARTICLES] or words) or answer.strip()
 
 
 def _words(answer: str) -> list[str]:
-    """The words of an answer, with numbers as digits and without punctuation."""
+    """Returns the words of an answer, with numbers as digits and without punctuation."""
     text = answer.replace("\n", " ").replace("\t", " ").strip()
-    # A mark between two letters separates words; beside a space, or if digits are grouped by commas, it is nothing.
+    # A mark between two letters becomes a space. Next to a space, and if commas group digits, it is removed.
     grouped = re.search(r"\d,\d", text) is not None
     for mark in PUNCTUATION:
         beside_space = f"{mark} " in text or f" {mark}" in text
@@ -55,7 +60,7 @@ def _words(answer: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Share:
-    """How many of some questions."""
+    """A number of questions out of all, such as those that were answered right."""
 
     count: int
     of: int
@@ -66,7 +71,7 @@ class Share:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Lowest and highest share that 95 % of such samples allow: Wilson's score interval, good for few questions.
+        """The 95 % interval of the share: Wilson's score interval, which is also good for few questions.
 
         Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
         """
@@ -84,15 +89,19 @@ class Share:
 
 
 class Scores(NamedTuple):
-    exact: Share  # the same characters, but for white space around them
-    normalised: Share  # the same by [`normalised`], or by another form
-    contained: Share  # the same, or the words of that form stand in the answer, as `paris` in `it is **paris**`
+    """Shares of right answers, counted in three ways."""
+
+    exact: Share  # the characters are equal, except for white space around them
+    normalised: Share  # the answers are equal after [`normalised`], or after another form
+    contained: Share  # equal, or the expected words stand in the answer, as `paris` in `it is **paris**`
 
     @classmethod
     def of(cls, said: Sequence[str], expected: Sequence[str], form: Callable[[str], str] | None = None) -> Scores:
         """Compares answers with the expected ones, one by one.
 
-        `form` gives what is equal for equal answers. Default: [`normalised`].
+        Args:
+            said (`Sequence[str]`), expected (`Sequence[str]`): the given and the expected answers, in the same order.
+            form (`Callable`, *optional*): maps answers that count as equal to the same text. Default: [`normalised`].
         """
         form = form or normalised
         pairs = list(zip(said, expected, strict=True))
@@ -111,12 +120,12 @@ class Scores(NamedTuple):
 
 
 def contains(said: str, expected: str) -> bool:
-    """Whether the words of the expected answer stand in an answer, side by side. `cat` is not in `category`."""
+    """Whether the words of the expected answer stand side by side in an answer. `cat` is not in `category`."""
     return said == expected or (bool(expected) and f" {expected} " in f" {said} ")
 
 
 def _contains_words(said: str, expected: str) -> bool:
-    """The same for answers as they were given: without [`MARKS`], and for the choice "A", which stands in "it is A"."""
+    """The same as [`contains`] for answers that are not normalised. [`MARKS`] are removed, and a choice "A" counts."""
     said, expected = (MARKS.sub(" ", each.replace("’", "'")) for each in (said, expected))
     words = _words(expected)
     if not words:

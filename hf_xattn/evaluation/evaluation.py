@@ -1,8 +1,11 @@
-"""Asks a model questions in several ways. A share of right answers says little alone: what would it be by guessing?
+"""Asks a model questions in several ways, and compares its answers with the expected ones.
 
-Questions without a picture are asked beside one, too. Without a picture the blocks change nothing, so the model answers
-as its base. Beside a picture that does not matter nothing ensures that: this measures how much of the base's answers is
-left.
+A share of right answers alone says little, because guessing also gives some. So the questions are asked without the
+image and with another image, too, and the share of the most frequent answer is computed.
+
+Questions without an image are also asked in a chat that holds an unrelated image. Without an image the blocks change
+nothing, so the model answers as its base, the text model. With an unrelated image nothing ensures this, and the share
+of the base's answers that is left is measured.
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ from .answers import Scores, Share, normalised
 from .questions import Messages, Question, beside_pictures, other_pictures
 
 
-# Tokens of an answer beyond the longest expected one, before it counts as cut.
+# An answer may be this many tokens longer than the longest expected one before it is cut.
 MARGIN = 8
 MODEL, BLIND, ANOTHER = "the model", "without the picture", "with another picture"
 FREQUENT = "always the most frequent answer"
 TEXT, BESIDE = "text alone", "text beside a picture"
-# Why text beside a picture was not measured.
+# Reasons why text questions beside an image were not measured.
 NO_PICTURE = "the data has no picture"
 NO_TEXT = "the data has no question without a picture"
 NO_USER = "no question without a picture has a user message, the place of a picture"
@@ -46,33 +49,35 @@ BASE = "text answers of the base that contain the right one"
 
 
 class Answered(NamedTuple):
-    question: Question  # with its own pictures, also if it was asked without them
+    """A question with the answer of the model."""
+
+    question: Question  # with its own images, even if it was asked without them
     said: str
 
 
-Answers = dict[str, list[Answered]]  # of each way to ask
+Answers = dict[str, list[Answered]]  # the answers for each way to ask
 
 
 class TextBesidePicture(NamedTuple):
-    """The same questions, answered by the model beside a picture of another row, and by its base without one."""
+    """Text questions, answered by the model beside an image of another row, and by its base without an image."""
 
-    as_base: Share  # answered word for word as the base answers without the picture
+    as_base: Share  # the model answers word for word as the base does without the image
     model: Scores
     base: Scores
-    left_out: int = 0  # questions without a user message, the place of a picture
+    left_out: int = 0  # number of questions without a user message, to which no image can be added
 
 
 @dataclass
 class Evaluation:
-    """What was measured. A part is empty, or None, if the data has no such questions."""
+    """What was measured. A field is empty or None if the data has no such questions."""
 
-    ways: dict[str, Scores] = field(default_factory=dict)  # of the questions about pictures
-    groups: dict[str, dict[str, Scores]] = field(default_factory=dict)  # the same by group, if questions have one
-    text: Scores | None = None  # of the questions without a picture
+    ways: dict[str, Scores] = field(default_factory=dict)  # questions about images: scores of each way to ask
+    groups: dict[str, dict[str, Scores]] = field(default_factory=dict)  # the same for each group
+    text: Scores | None = None  # questions without an image
     text_groups: dict[str, Scores] = field(default_factory=dict)
-    as_base: Share | None = None  # of these: answered word for word as the base does
-    beside: TextBesidePicture | None = None  # the same questions, asked beside a picture that does not matter
-    beside_missing: str | None = None  # why that was not measured
+    as_base: Share | None = None  # questions without an image that are answered word for word as the base does
+    beside: TextBesidePicture | None = None  # the same questions beside an unrelated image
+    beside_missing: str | None = None  # why `beside` was not measured
     cut: int = 0  # answers of the model that did not end within `max_new_tokens`
     max_new_tokens: int = 0
     answers: Answers = field(default_factory=dict)
@@ -109,7 +114,7 @@ class Evaluation:
 
 
 def _plain(value: Any) -> Any:
-    """Shares and scores, also in a `dict` of them, as JSON holds them."""
+    """Returns shares and scores, or a `dict` of them, in a form for JSON."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return value.as_dict() if isinstance(value, (Share, Scores)) else value
@@ -126,13 +131,20 @@ def evaluate(
     """Asks the questions, and compares the greedy answers with the expected ones.
 
     Args:
+        model ([`XAttnForConditionalGeneration`]): the model.
         processor ([`XAttnProcessor`]): renders the chats.
-        max_new_tokens (`int`, *optional*): of an answer. Default: of the longest expected one, and 8 more.
-        content_of (`Callable`, *optional*): gives what is equal for equal pictures, of a part of a message. Default:
-            the content of its file, or the object.
+        questions (`Sequence[Question]`): the questions, for example from [`questions_of`].
+        batch_size (`int`, defaults to 8): questions at a time.
+        max_new_tokens (`int`, *optional*): maximum number of tokens in an answer. Default: 8 more than in the longest
+            expected answer.
+        content_of (`Callable`, *optional*): maps an image part to a value that is equal for equal images. Default: the
+            content of its file, its address, or its pixels.
+
+    Returns:
+        [`Evaluation`]: the scores of each way to ask, and the answers.
 
     Raises:
-        ValueError: for no questions.
+        ValueError: if there are no questions.
 
     Example:
 
@@ -182,23 +194,23 @@ def evaluate(
 
 
 def scores_of(answers: Answers, form: Callable[[str], str] = normalised) -> dict[str, Scores]:
-    """The scores of each way that has answers, and of the answer that is right most often.
+    """Returns the scores of each way that has answers, and of always giving the most frequent answer.
 
     Args:
-        answers (`dict`): of each way, with those of the model.
-        form (`Callable`): gives what is equal for equal answers.
+        answers (`dict`): the answers for each way to ask. The way "the model" must be there.
+        form (`Callable`): maps answers that count as equal to the same text.
     """
     ways = {way: ([each.said for each in said], _expected(said)) for way, said in answers.items() if said}
     expected = _expected(answers[MODEL])
     often = Counter(map(form, expected)).most_common(1)[0][0]
-    # As the data writes it most often.
+    # The most frequent answer, as the data writes it most often.
     frequent = Counter(each for each in expected if form(each) == often).most_common(1)[0][0]
     ways[FREQUENT] = ([frequent] * len(expected), expected)
     return {way: Scores.of(*each, form) for way, each in ways.items()}
 
 
 def by_group(answers: Answers, form: Callable[[str], str] = normalised) -> dict[str, dict[str, Scores]]:
-    """[`scores_of`] each group of questions. Questions without a group are left out."""
+    """Returns [`scores_of`] for each group of questions. Questions without a group are left out."""
     groups: dict[str, Answers] = {}
     for way, said in answers.items():
         for each in said:
@@ -210,10 +222,12 @@ def by_group(answers: Answers, form: Callable[[str], str] = normalised) -> dict[
 def ask_beside(
     asker: Any, alone: Sequence[Question], about: Sequence[Question], base: Sequence[str]
 ) -> TextBesidePicture | str:
-    """Asks the questions `alone` beside the pictures of those that are `about` one, or says why that cannot be.
+    """Asks questions without an image beside images of other questions, or returns the reason why this is not possible.
 
     Args:
         asker ([`Asker`]): asks the model.
+        alone (`Sequence[Question]`): the questions without an image.
+        about (`Sequence[Question]`): the questions whose images are shown.
         base (`list[str]`): the answers of the base to `alone`.
     """
     if not about:
@@ -233,26 +247,37 @@ def ask_beside(
 
 
 class Asker:
-    """Gets the greedy answers of a model, and counts those that were cut off, by the title that they are asked under.
+    """Gets the greedy answers of a model, and counts the answers that were cut off.
+
+    Questions are asked under a title, which the progress bar shows. Cut answers are counted for each title.
 
     Args:
+        model ([`XAttnForConditionalGeneration`]): the model.
         processor ([`XAttnProcessor`]): renders the chats.
-        batch_size (`int`): chats at once.
-        max_new_tokens (`int`): of an answer.
+        batch_size (`int`): chats at a time.
+        max_new_tokens (`int`): maximum number of tokens in an answer.
     """
 
     def __init__(self, model: Any, processor: Any, batch_size: int, max_new_tokens: int):
         self.model, self.processor = model, processor
         self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
-        self.cut: Counter[str] = Counter()  # of each title
+        self.cut: Counter[str] = Counter()  # number of cut answers for each title
 
     def __call__(self, title: str, questions: Sequence[Question], base: bool = False) -> list[str]:
         return self.processor.batch_decode(self.tokens(title, questions, base), skip_special_tokens=True)
 
     def tokens(self, title: str, questions: Sequence[Question], base: bool = False) -> list[list[int]]:
-        """The tokens of the answers: with the token that ends one, without the padding behind it. Nothing drops out.
+        """Returns the tokens of the answers, including the token that ends an answer, without padding.
 
-        `base`: the text model answers alone. Raises a `ValueError` for one with layers of an adapter (PEFT).
+        The model is in evaluation mode meanwhile, so there is no dropout.
+
+        Args:
+            title (`str`): the title.
+            questions (`Sequence[Question]`): the questions.
+            base (`bool`, defaults to `False`): ask the text model without the blocks.
+
+        Raises:
+            ValueError: for `base` if the text model has layers of an adapter (PEFT).
         """
         generate, training = self.model.generate, self.model.training
         if base:
@@ -286,14 +311,14 @@ class Asker:
 
 
 def inputs_of(processor: Any, chats: Sequence[Messages]) -> Any:
-    """The inputs of a model for chats that end with a question."""
+    """Returns the inputs of a model for chats that end with a question."""
     return processor.apply_chat_template(
         list(chats),
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
-        # Processors of transformers pad where their tokenizer does, which may be behind the question.
+        # The side is given, because a tokenizer may pad on the right, which is behind the question.
         processor_kwargs={"padding": True, "padding_side": "left"},
     )
 
@@ -301,7 +326,7 @@ def inputs_of(processor: Any, chats: Sequence[Messages]) -> Any:
 def _ask(
     asker: Asker, way: str, questions: Sequence[Question], shown: Sequence[list[dict[str, Any]] | None]
 ) -> list[Answered]:
-    """Asks each question about the pictures that are shown with it. Where these are None it is not asked."""
+    """Asks each question with the images that `shown` has for it. A question is not asked if these are None."""
     pairs = [(each, each.with_pictures(pictures)) for each, pictures in zip(questions, shown) if pictures is not None]
     said = asker(way, [asked for _, asked in pairs])
     return [Answered(each, answer) for (each, _), answer in zip(pairs, said)]
@@ -324,7 +349,7 @@ def _name(part: dict[str, Any]) -> str | None:
 
 
 def _content(part: dict[str, Any]) -> Any:
-    """What tells two pictures apart: the content of a file, the pixels of an image in memory, an address."""
+    """Returns a value that is equal for equal images: from the content of a file, the pixels, or the address."""
     image = _source(part)
     if isinstance(image, bytes) or (isinstance(image, (str, Path)) and os.path.isfile(image)):
         return digest_of(image)
@@ -335,20 +360,22 @@ def _content(part: dict[str, Any]) -> Any:
 
 
 def read_card(folder: Path) -> ModelCard:
-    """The model card of a folder. Raises a `ValueError` if there is none, or if its metadata cannot be read."""
+    """Returns the model card of a folder. Raises a `ValueError` if there is none, or if its metadata cannot be read."""
     file = folder / "README.md"
     if not file.is_file():
         raise ValueError(f"Expected {folder} to be a folder with a model card (README.md), got none there.")
     try:
         return ModelCard.load(file)
-    except Exception as error:  # of the YAML reader, too
+    except Exception as error:  # errors of the YAML reader have several types
         raise ValueError(f"The metadata of {file} cannot be read: {error}") from error
 
 
 def write_results(folder: Path, found: Evaluation, data: str) -> None:
-    """Adds the results to the card of a folder. Those of the same data that are there already are replaced.
+    """Adds the results to the model card of a folder. Earlier results for the same data are replaced.
 
     Args:
+        folder (`Path`): the folder of the model.
+        found ([`Evaluation`]): the results.
         data (`str`): the name of the data.
     """
     card: Any = read_card(folder)

@@ -1,4 +1,4 @@
-"""Rows of a data set as questions: each answer of an assistant, and the messages in front of it."""
+"""Makes questions of the rows of a data set: one for each answer of the assistant, with the messages before it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ Messages = list[dict[str, Any]]
 
 
 class Question(NamedTuple):
-    messages: Messages  # in front of the answer, with the pictures in their parts
+    """A question with its expected answer."""
+
+    messages: Messages  # the messages in front of the answer, whose parts hold the images
     answer: str
-    group: str | None = None  # such as its kind: shares are also counted by group
+    group: str | None = None  # for example its kind; shares are also counted for each group
 
     @property
     def pictures(self) -> list[dict[str, Any]]:
-        """The parts that are pictures."""
+        """The parts of the messages that are images."""
         return [part for message in self.messages for part in parts_of(message) if part.get("type") in IMAGES]
 
     def with_pictures(self, pictures: Sequence[dict[str, Any]]) -> Question:
-        """The same question about other pictures: as many as it has, or none."""
+        """Returns the same question about other images: as many as it has, or none."""
         left = iter(pictures)
         messages = []
         for message in self.messages:
@@ -36,19 +38,23 @@ class Question(NamedTuple):
         return self._replace(messages=messages)
 
     def beside(self, picture: dict[str, Any]) -> Question:
-        """The same question behind a picture, which stands where the pictures of a row stand: before the first text.
+        """Returns the same question with an image in front of the text of the first user message.
 
-        Raises a `ValueError` if no user speaks in front of the answer.
+        Raises a `ValueError` if there is no user message in front of the answer.
         """
         return self._replace(messages=in_front(self.messages, [picture]))
 
 
 def questions_of(rows: Iterable[Any], by: str | None = None) -> list[Question]:
-    """The questions of rows, as a collator takes them. The column `by`, where a row has it, names their group.
+    """Returns the questions of rows.
+
+    Args:
+        rows (`Iterable`): rows as for [`XAttnDataCollator`].
+        by (`str`, *optional*): the column that names the group of a question. A row may lack it.
 
     Raises:
         ValueError: for a row without an answer, with a video, or with a group that is neither a text nor a number.
-        TypeError, ValueError: for a row that is none, see [`read_row`].
+        TypeError, ValueError: for a row that [`read_row`] cannot read.
 
     Example:
 
@@ -81,9 +87,13 @@ def questions_of(rows: Iterable[Any], by: str | None = None) -> list[Question]:
 def other_pictures(
     questions: Sequence[Question], content_of: Callable[[dict[str, Any]], Any]
 ) -> list[list[dict[str, Any]] | None]:
-    """For each question, the pictures of the next question that has as many, and other ones. None if there is none.
+    """Finds for each question the images of the next question with equally many, but different images.
 
-    A question of the same group comes first. `content_of` gives what is equal for equal pictures.
+    Questions of the same group are preferred. The entry is None if there is no such question.
+
+    Args:
+        questions (`Sequence[Question]`): the questions.
+        content_of (`Callable`): maps an image part to a value that is equal for equal images.
     """
     contents = [[content_of(part) for part in question.pictures] for question in questions]
     found: list[list[dict[str, Any]] | None] = []
@@ -97,9 +107,10 @@ def other_pictures(
 
 
 def beside_pictures(alone: Sequence[Question], about: Sequence[Question]) -> list[Question | None]:
-    """Questions without a picture, each beside the first picture of a question that has one, which come in turn.
+    """Returns the questions `alone`, which have no image, each with an image of one of the questions `about` images.
 
-    None for a question without a user message, which has no place for a picture.
+    The first image of each of these is used in turn. The entry is None for a question without a user message, because
+    an image needs one.
     """
     pictures = [each.pictures[0] for each in about]
     return [

@@ -1,15 +1,15 @@
-"""Decoder layers that a backward pass runs again: by transformers' checkpointing, or in torch's activation wrappers
-(`checkpoint_wrapper`, `offload_wrapper`), as accelerate's FSDP adds.
+"""Decoder layers that run a second time in the backward pass (activation checkpointing).
 
-A checkpoint wrapper calls the layer again in the backward pass. transformers does not know of it, so two things are
-done here:
+Layers are checkpointed by transformers, or by torch's activation wrappers (`checkpoint_wrapper`, `offload_wrapper`),
+which accelerate's FSDP adds. transformers does not know of these wrappers, so two things are done here:
 
-- The layer must not write into a cache, or it would write twice. [`recomputes_layers`] tells the model.
-- Some decoders do not pass the images to their layers (see `layers/context.py`). The wrapper gets the images as an
-  argument and keeps it for the second call. At that time, the channel is empty.
+- A layer that runs twice must not write into a cache. [`recomputes_layers`] tells the model.
+- Some decoders do not pass the images to their layers, so the layers read them from a channel (see
+  `layers/context.py`). The channel is empty when the backward pass runs the layer again. So the wrapper gets the images
+  as an argument, which it keeps for the second call.
 
-Reentrant checkpointing (`use_reentrant=True`, `CheckpointImpl.REENTRANT`) gives gradients to positional arguments
-alone, and the images are a keyword argument: their gradients would silently be lost. It is refused.
+Reentrant checkpointing (`use_reentrant=True`, `CheckpointImpl.REENTRANT`) gives gradients only to positional arguments.
+The images are a keyword argument, so their gradients would be lost without notice. It is refused.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..decoders.insertion import is_cross_attending
 from ..layers.context import KEYWORD, carried_context
 
 
-WRAPPED = "_checkpoint_wrapped_module"  # torch's name of the module inside
-FUNCTION = "_gradient_checkpointing_func"  # transformers' name of what a layer calls
+WRAPPED = "_checkpoint_wrapped_module"  # torch's name for the module inside a wrapper
+FUNCTION = "_gradient_checkpointing_func"  # transformers' name for the function that checkpoints a layer
 _READS = "_reads_cross_attention_context"
 
 
@@ -32,7 +32,7 @@ class XAttnRecomputingMixin:
     """Gradient checkpointing of [`XAttnModel`]."""
 
     def why_uncached(self: Any) -> str | None:
-        """Why a forward must not write into a cache; None if it may."""
+        """Returns why a forward pass must not write into a cache, or None if it may."""
         learns = self.training or self.text_model.training or torch.is_grad_enabled()
         if learns and recomputes_layers(self, self._interface.receives_keywords):
             return "Gradient checkpointing runs layers twice"
@@ -43,13 +43,13 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
     """Whether a backward pass will run the decoder's layers again, by transformers' checkpointing or in a wrapper.
 
     Args:
-        model ([`XAttnModel`]): its layers in wrappers are prepared for that.
+        model ([`XAttnModel`]): the model. Wrappers around its layers are prepared for the second call.
         receives_keywords (`bool`): whether the decoder passes keyword arguments to its layers.
 
     Raises:
         ValueError: for reentrant checkpointing, where gradients are recorded.
     """
-    # A frozen model is in evaluation mode around its layers, which checkpoint all the same.
+    # A frozen model is in evaluation mode, but its layers may checkpoint nevertheless, so each module is asked.
     checkpointed = [
         module
         for module in model.text_model.modules()
@@ -60,7 +60,7 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
             for module in checkpointed:
                 refuse_reentrant(getattr(module, FUNCTION, None))
         return True
-    # Compiled code repeats a layer without what it writes.
+    # Compiled code runs a layer again without its writes to the cache, so there is nothing to prepare.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     wrapped = [
@@ -71,7 +71,8 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
     if any(getattr(getattr(layer, "checkpoint_impl", None), "name", None) == "REENTRANT" for layer in wrapped):
         raise ValueError(
             "Expected checkpoint wrappers around the decoder's layers with `CheckpointImpl.NO_REENTRANT`, got "
-            "`REENTRANT`, which gives no gradients to images. Or call `model.gradient_checkpointing_enable()`."
+            "`REENTRANT`, which gives no gradients to images. Use `NO_REENTRANT`, or call "
+            "`model.gradient_checkpointing_enable()` instead of wrapping layers."
         )
     if not receives_keywords:
         for layer in wrapped:
@@ -80,7 +81,7 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
 
 
 def refuse_reentrant(function: Any) -> None:
-    """Raises a `ValueError` for transformers' checkpointing function of a layer, if it is reentrant."""
+    """Raises a `ValueError` if a layer's checkpointing function of transformers is reentrant."""
     if function is not None and getattr(function, "keywords", {}).get("use_reentrant") is not False:
         raise ValueError(
             "Expected gradient checkpointing with `use_reentrant=False`, the default of transformers, got "
@@ -90,21 +91,21 @@ def refuse_reentrant(function: Any) -> None:
 
 
 def unwrapped(module: Any) -> nn.Module:
-    """The module inside activation wrappers, or `module`."""
+    """Returns the module inside activation wrappers, or `module` itself if it is not wrapped."""
     while WRAPPED in module._modules:
         module = module._modules[WRAPPED]
     return module
 
 
 def _read_channel_outside(wrapper: nn.Module) -> None:
-    """Lets a wrapper read the channel, before it calls its layer."""
+    """Lets a wrapper read the images from the channel and pass them to its layer."""
     if not wrapper.__dict__.get(_READS):
         wrapper.__dict__[_READS] = True
         wrapper.register_forward_pre_hook(_add_context, with_kwargs=True)
 
 
 def _add_context(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    context = carried_context()  # of this thread and this call
+    context = carried_context()  # the images of the running call, in this thread
     if context is None or KEYWORD in kwargs:
         return None
     return args, {**kwargs, KEYWORD: context}

@@ -1,5 +1,7 @@
-"""A model of which most is frozen: modes of frozen modules, gradients of a loss without a block, and a warning where
-what trains is stored in half precision.
+"""Training a model whose largest part is frozen.
+
+In transformers, freezing a weight leaves the mode of its module as it is. Here frozen modules go to evaluation mode.
+This file also lets a loss have a gradient when no block runs, and warns if weights that train are in half precision.
 """
 
 from __future__ import annotations
@@ -27,14 +29,16 @@ REMEDY = (
 
 
 def keep_frozen_in_eval(module: nn.Module) -> None:
-    """Sets the frozen modules inside a module to evaluation mode, so that dropout, router noise, LayerDrop rest.
+    """Sets the frozen modules inside a module to evaluation mode, which turns off dropout, router noise and LayerDrop.
 
-    A module is frozen if it has weights and none of them trains. A module without weights, such as a dropout, goes with
-    the module around it. A decoder layer and the block inside it are looked at separately. Three kinds keep their mode:
+    A module is frozen if it has weights and none of them trains. A module without weights, such as a dropout, gets the
+    mode of the module around it. A decoder layer and the block inside it are judged separately. Three kinds of frozen
+    modules keep their mode:
 
-    - A layer that checkpoints activations itself, which transformers does in training mode only.
-    - Layers with quantized weights: some pack them for inference in evaluation mode, and then pass on no gradient.
-    - An embedding that gets noise (NEFTune), which transformers adds in training mode only.
+    - A layer that checkpoints its activations itself, because transformers does this only in training mode.
+    - A layer with quantized weights. In evaluation mode, some of these pack their weights for inference, and then no
+      gradient passes through them.
+    - An embedding that gets noise (NEFTune), because transformers adds the noise only in training mode.
     """
     trains: dict[nn.Module, bool | None] = {}
     roots = [module]
@@ -69,36 +73,39 @@ def _apply(module: nn.Module, trains: dict[nn.Module, bool | None], around: bool
 
 
 def _checkpoints(module: nn.Module) -> bool:
-    """Whether a module recomputes activations itself, as custom code may for its layers."""
+    """Whether a module itself recomputes activations, as the layers of custom code may do."""
     if not getattr(module, "gradient_checkpointing", False):
         return False
     return not any(isinstance(child, GradientCheckpointingLayer) for child in module.modules() if child is not module)
 
 
 def only_images_learn(model: nn.Module) -> bool:
-    """Whether some weights of an [`XAttnModel`] require a gradient, but none of the text model's own.
+    """Whether some weights of an [`XAttnModel`] require a gradient, but none of the text model's own weights.
 
-    Then text without images needs a stand-in image (`learning/stand_in.py`): without a block, `backward` fails.
+    In this case, a text without images gets a stand-in image (`learning/stand_in.py`). Otherwise no block would run,
+    the loss would have no gradient, and `backward` would fail.
     """
     parts = {part_of(name) for name, weight in model.named_parameters() if weight.requires_grad}
     return bool(parts) and "text" not in parts
 
 
 def give_gradient_to_inputs(text_model: PreTrainedModel, tower: PreTrainedModel | None) -> tuple[RemovableHandle, ...]:
-    """Registers hooks that make the outputs of the embeddings require a gradient, as trainers ask before checkpointing.
+    """Registers hooks that make the outputs of the embeddings require a gradient, which checkpointing may need.
 
     Unlike transformers' hooks, these do nothing in two cases:
 
-    - In a frozen vision tower. Its layers are in evaluation mode and not checkpointed: it would keep all activations.
-    - In compiled code, which needs no such gradient, and refuses a graph that returns such a tensor.
+    - In a frozen vision tower. Its layers are in evaluation mode and are not checkpointed, so a gradient would make it
+      keep all activations.
+    - In compiled code, which does not need this gradient, and which refuses a graph that returns such a tensor.
 
-    Returns the hooks' handles, none for a tower whose embedding transformers does not find.
+    Returns:
+        The handles of the hooks. There is none for a tower whose embedding transformers does not find.
     """
     handles = []
     for part, trains_like in ((text_model, None), (tower, tower)):
         embedding = None if part is None else _embedding_of(part)
         if embedding is not None:
-            # A partial, not a closure: a copy of the model then asks its own tower, and the model can be pickled.
+            # With a partial instead of a closure, a copy of the model asks its own tower, and the model can be pickled.
             hook = functools.partial(_require_gradient, trains_like)
             handles.append(embedding.register_forward_hook(hook))
     return tuple(handles)
@@ -107,7 +114,7 @@ def give_gradient_to_inputs(text_model: PreTrainedModel, tower: PreTrainedModel 
 def _embedding_of(part: PreTrainedModel) -> nn.Module | None:
     try:
         embedding: Any = part.get_input_embeddings()
-    except NotImplementedError:  # transformers' way to say that it finds none, as in a convolutional tower
+    except NotImplementedError:  # transformers raises this if it finds no embedding, as in a convolutional tower
         return None
     return embedding if isinstance(embedding, nn.Module) else None
 
@@ -119,17 +126,18 @@ def _require_gradient(tower: nn.Module | None, embedding: nn.Module, inputs: Any
 
 
 def warn_of_half_precision(model: nn.Module) -> None:
-    """Warns once if weights that train are stored in half precision, where updates are lost to rounding.
+    """Warns once if weights that train are stored in half precision, in which small updates are lost to rounding.
 
-    Adding less than 1/512 of a bfloat16 value gives the same value again. AdamW adds about the learning rate at each
-    step, so with a small rate most weights never move. The loss still falls a little: gates and norms are float32.
+    If less than 1/512 of a bfloat16 value is added to it, the value does not change. AdamW adds about the learning rate
+    at each step, so with a small rate most weights never move. The loss nevertheless falls a little, because gates and
+    norms are float32. So the mistake is hard to see without the warning.
     """
     learning = [weight for weight in model.parameters() if weight.requires_grad]
     narrow = [weight for weight in learning if weight.dtype in HALF]
     if not narrow:
         return
     count, total = (sum(weight.numel() for weight in weights) for weights in (narrow, learning))
-    # Lost for certain is less than a quarter of the distance between a value and the next larger one.
+    # An update is certainly lost if it is less than a quarter of the distance to the next larger value.
     fraction = round(4 / max(torch.finfo(weight.dtype).eps for weight in narrow))
     kinds = " and ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in narrow}))
     logger.warning_once(

@@ -1,7 +1,8 @@
-"""How a model is split over devices: the units of FSDP, and the blocks' rows in a plan of tensor parallelism.
+"""How a model is split over devices: the units of FSDP, and the blocks' entries in a plan of tensor parallelism.
 
-accelerate finds units by class names, transformers by a plan. A layer and its blocks are one unit. But a unit must have
-one dtype, and in half precision gates and norms stay float32. Then a block's projections are units of their own.
+accelerate finds units by the names of classes, and transformers by a plan. Usually a decoder layer is a unit, together
+with its block. But a unit must have a single dtype. In half precision, gates and norms stay float32, so the projections
+of a block are units of their own then.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..utils.distributed import is_distributed
 from ..utils.transformers_api import ALL_PARALLEL_STYLES
 
 
-# Submodules of a block that are half precision as a whole, but for the norms in the attention.
+# Submodules of a block that are entirely in half precision, except for the norms in the attention.
 PROJECTIONS = ("attn", "mlp")
 UNITS_OF_ATTENTION = ("q_norm", "k_norm", "context_norm", "position")
 
@@ -31,19 +32,19 @@ class XAttnUnitsMixin:
         return names_of_units(self) if is_distributed() else self._no_split
 
     def _set_names(self, names: Iterable[str] | None) -> None:
-        self._no_split = set(names or ())  # transformers adds the names of submodules to it
+        self._no_split = set(names or ())  # a copy, because transformers adds the names of submodules
 
-    # Class names of modules that are not split over devices. In a run of several processes, `names_of_units`.
+    # Class names of modules that are not split over devices. In a run of several processes these are the units.
     _no_split_modules: Any = property(_names, _set_names)
 
 
 def names_of_units(model: Any) -> set[str]:
-    """Class names of the modules of a model that FSDP shards as units.
+    """Returns the class names of the modules that FSDP shards as units.
 
-    - Decoder layers, and what else may not be split. accelerate refuses a name that no module has, and the blocks have
-      changed the classes of the layers.
+    - Decoder layers, and other modules that may not be split. Names that no module has are left out, because accelerate
+      refuses them. A layer with a block has another class than without.
     - Vision tower and connector, because `generate` and `encode_images` call them outside of the model's `forward`.
-    - The parts of a block with several dtypes.
+    - The parts of a block, if the block has several dtypes.
     """
     inner = getattr(model, "model", model)
     names, called = set(model._no_split) | inner._no_split, (inner.vision_tower, inner.connector)
@@ -58,17 +59,17 @@ def names_of_units(model: Any) -> set[str]:
 
 
 def fsdp_plan(model: Any, blocks: Iterable[str]) -> dict[str, str]:
-    """Rows for transformers' plan of FSDP units, which has the decoder's layers already: tower, connector, projections.
+    """Returns entries for transformers' plan of FSDP units: tower, connector, and the projections of the `blocks`.
 
-    In half precision, transformers makes the module of each float32 weight a unit: that is each of the `blocks`, for
-    its gates.
+    The plan has the decoder's layers already. In half precision, transformers also makes a unit of each module that
+    holds a float32 weight. This is each of the blocks, because of its gates.
     """
     inner = getattr(model, "model", model)
     prefix = "" if inner is model else "model."
     units = [f"{prefix}{name}" for name in ("vision_tower", "connector") if getattr(inner, name) is not None]
     if model._get_dtype_plan(model.dtype):
         names: tuple[str, ...] = PROJECTIONS
-        if model.config.cross_attention_config.position != "none":  # it may have weights of any dtype
+        if model.config.cross_attention_config.position != "none":  # a position encoding may have weights of any dtype
             names = ("attn.position", *PROJECTIONS)
         units += [f"{block}.{name}" for block in blocks for name in names]
     return dict.fromkeys(units, "free_full_weight")
@@ -96,20 +97,24 @@ MLP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "r
 
 
 def block_plan(config: CrossAttentionConfig, tp_size: int) -> dict[str, str]:
-    """Returns the styles of a block's modules for a number of ranks, as in Llama.
+    """Returns the styles of tensor parallelism for a block's modules, as in Llama.
 
-    Query heads, K/V heads and the MLP go by column, the projections back to the residual stream by row. So a rank holds
-    some heads, their keys and values (also in a cross cache), and a part of the MLP. With fewer K/V heads than ranks,
-    each rank projects all keys and values, and keeps those of the one head that its queries read. Heads that cannot be
-    split evenly stay whole on each rank.
+    Query heads, K/V heads and the MLP are split by column, and the projections back to the residual stream by row. So a
+    rank holds some of the heads, their keys and values (also in a cross cache), and a part of the MLP. If there are
+    fewer K/V heads than ranks, each rank projects all keys and values, and keeps those of the one head that its queries
+    read. Heads that cannot be split evenly are not split.
+
+    Args:
+        config ([`CrossAttentionConfig`]): the configuration of the block.
+        tp_size (`int`): number of ranks.
     """
     plan = dict(MLP)
-    # The table of the bias holds all heads, and a code of positions may.
+    # The table of the position bias holds all heads, and a position encoding may, too.
     if config.num_attention_heads % tp_size == 0 and not config.counts_text:
         if config.num_key_value_heads % tp_size == 0:
             plan |= QUERIES | KEYS_VALUES
         elif tp_size % config.num_key_value_heads == 0:
-            plan |= QUERIES  # the style of `attn` shares the heads
+            plan |= QUERIES  # the style of `attn` gives each rank its K/V head
     missing = {"gated": set(), "plain": {"mlp.gate_proj"}, "none": set(MLP)}[config.mlp_type]
     if not config.qk_norm:
         missing |= {"attn.q_norm", "attn.k_norm"}
@@ -117,7 +122,7 @@ def block_plan(config: CrossAttentionConfig, tp_size: int) -> dict[str, str]:
 
 
 class Heads(TensorParallelLayer):
-    """Attention with some of the heads."""
+    """The style of an attention module that holds some of the heads."""
 
     def install_forward(self, module: Any, mesh: Any) -> nn.Module:
         ranks, heads = mesh.size(), module.config.num_key_value_heads
@@ -136,7 +141,7 @@ def _one_head(project, heads: int, read: int, mesh: Any):
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     def forward(states: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled():  # the gradient of the states is a sum over the ranks' heads
+        if torch.is_grad_enabled():  # the gradient of the states is the sum over the heads of all ranks
             whole = DTensor.from_local(states, mesh, [Replicate()], run_check=False)
             states = whole.to_local(grad_placements=[Partial()])
         return project(states).chunk(heads, dim=-1)[read]

@@ -1,16 +1,18 @@
-"""Ranks of a distributed run whose images differ: pixels on one, features, encoded images or none on another.
+"""Stand-in images for ranks of a distributed run whose images differ: pixels on one rank, features or none on another.
 
-DDP waits for the gradient of every weight that learns. FSDP gathers the weights of a module when it runs, and reduces
-its gradients afterwards. So what one rank runs, all must run:
+DDP waits for the gradient of every weight that learns. FSDP gathers the weights of a module when the module runs, and
+reduces its gradients afterwards. So if one rank runs a module, all ranks must run it:
 
 - A rank without images gets a stand-in image that no text sees.
-- A rank whose images do not pass vision tower, connector or projections of keys and values runs these on a stand-in
-  image, and adds zero times the result to its image tokens, or to the keys that the first block reads. Outputs of the
-  tower (`vision_features`) pass the connector, so the tower runs before (see [`ImageEncoder`]).
-- Without gradients, only FSDP waits: where a text starts, for all that encodes images; in half precision also for the
-  parts of the blocks, at every step.
+- If the images of a rank do not pass the vision tower, the connector or the projections of keys and values, the rank
+  runs these on a stand-in image. It adds zero times the result to its image tokens, or to the keys that the first block
+  reads. Stored outputs of the tower (`vision_features`) still pass the connector, so the tower must run before it (see
+  [`ImageEncoder`]).
+- Without gradients, only FSDP waits. When a text starts, it waits for all modules that encode images. In half
+  precision it also waits for the parts of the blocks, at every step.
 
-A frozen tower that is not sharded runs for nobody's images: the connector gets zeros in the place of its output.
+No rank waits for a frozen tower that is not sharded. It does not run for a stand-in image; the connector gets zeros
+instead of its output.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ NOTHING_LEARNS = (
 
 
 class XAttnStandInMixin:
-    """What [`XAttnModel`] runs for other processes, and for a loss that would have no gradient."""
+    """What [`XAttnModel`] runs only because other processes wait for it, or because the loss needs a gradient."""
 
     def images_of_nobody(self: Any, call: Any) -> ImagesOfCall | None:
-        """An image that no text sees, where other processes wait for blocks, or a loss needs a gradient."""
+        """Returns an image that no text sees, if other processes wait for the blocks or the loss needs a gradient."""
         waited_for = is_distributed() and torch.is_grad_enabled()
         if waited_for or (call.trains and not _embeddings_learn(call) and only_images_learn(self)):
             if not waited_for and not torch.compiler.is_compiling():
@@ -59,16 +61,18 @@ class XAttnStandInMixin:
         return ImagesOfCall(None, cross.layout, None, unseen=True, ready=cross)
 
     def zero_of_others(self: Any, starts: bool, projects: bool = False) -> torch.Tensor | None:
-        """Encodes a stand-in image if a call's own images do not pass all parts, and other processes may wait for them.
+        """Encodes a stand-in image in a distributed run, so that other processes do not wait for this one.
 
-        Without gradients, only a call that starts a text (`starts`) does so, on every rank.
+        It is used if the images of a call do not pass all modules that other processes may wait for.
 
         Args:
-            projects (`bool`): the call's own images pass the projections of keys and values, so these do not run.
+            starts (`bool`): whether the call starts a text. Without gradients, only such a call encodes the image.
+            projects (`bool`, defaults to `False`): whether the call's own images pass the projections of keys and
+                values, so that these need not run here.
 
         Returns:
-            a zero that depends on the weights of what has run; None if no gradients are recorded, or in a single
-            process.
+            A zero that depends on the weights of the modules that have run. None if no gradients are recorded, or in a
+            single process.
         """
         if not is_distributed():
             return None
@@ -92,13 +96,13 @@ def _embeddings_learn(call: Any) -> bool:
 
 
 def stand_in_images(encoder: ImageEncoder, rows: int) -> NewImages:
-    """Makes one image for each row, which no text sees. The tower runs on one image, if it learns or is sharded."""
+    """Makes an image for each row that no text sees. The tower runs only if it learns or is sharded, on one image."""
     states = _states(encoder, *_device_and_dtype(encoder)).expand(rows, -1, -1)
     return NewImages(unseen_layout(rows, states.shape[1], states.device), states)
 
 
 def blank_images(model: Any, rows: int, device: torch.device) -> CrossCache:
-    """Keys and values of one image for each row, which no text on `device` sees. Nothing is computed."""
+    """Makes keys and values (zeros) of one image for each row, which no text on `device` sees. Nothing is computed."""
     config = model.config.cross_attention_config
     _, dtype = _device_and_dtype(model.image_encoder)
     seen = CrossCache()
@@ -112,15 +116,15 @@ def blank_images(model: Any, rows: int, device: torch.device) -> CrossCache:
 
 
 def unseen_layout(rows: int, tokens: int, device: torch.device) -> ImageLayout:
-    """The layout of one image for each row, which no text sees."""
+    """Returns the layout of one image for each row, which no text sees."""
     nothing = torch.zeros(rows, tokens, dtype=torch.bool, device=device)
     return ImageLayout.of((tokens,), device, token_mask=nothing)
 
 
 def blocks_are_units(text_model: nn.Module) -> bool:
-    """Whether FSDP gathers weights of a block when the block runs. All processes must then run the blocks.
+    """Whether FSDP gathers weights of a block when the block runs. If so, all processes must run the blocks.
 
-    Looks at the first block only: a decode step without images asks, too.
+    Only the first block is looked at, because every decode step without images asks this.
     """
     for module in text_model.modules():
         blocks = [module._modules[name] for name in BLOCKS if name in module._modules]
@@ -130,15 +134,15 @@ def blocks_are_units(text_model: nn.Module) -> bool:
 
 
 def _states(encoder: ImageEncoder, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """`(1, tokens, context_size)`"""
+    """Returns the image tokens of a stand-in image: `(1, tokens, context_size)`."""
     config, tower, connector = encoder.config, encoder.vision_tower, encoder.connector
     if tower is None or connector is None or config.vision_config is None:
         return torch.zeros(1, 1, config.cross_attention_config.context_size, device=device, dtype=dtype)
     pixels, tiles = blank_image(config.vision_config, device, dtype)
-    # A connector of the caller's own may need as many features as an image has.
+    # A connector of your own may need as many features as a real image has, so the tower runs for it.
     if encoder.tower_is_waited_for() or CONNECTORS.is_own(config.connector_type):
         return encoder.features(pixels, tiles).flatten(1, 2)
-    # Two tokens: the connector may drop the first one, the class token.
+    # Two tokens, because the connector may drop the first one as the class token.
     shape = (1, 2) if tiles is None else (1, 1, 1, 2)
     nothing = torch.zeros(*shape, vision_feature_size(config), device=device, dtype=dtype)
     return encoder.connected(nothing, (1, 1), tiles).flatten(1, 2)

@@ -1,5 +1,6 @@
-"""What a training run does with a model: freezing, groups for an optimizer, the collator, features, `hf-xattn train`.
+"""Training a finished model: freezing, groups for an optimizer, the collator, stored features, `hf-xattn train`.
 
-What may come in: data and choices around a model, never inside it. That is in `learning`.
-Imports from: all rooms above, and the model.
+What belongs here: code that prepares data for a model, or that decides what of the model trains and how. Code that the
+model itself needs while it trains belongs to `learning`.
+Imports from: all subpackages above, and the model.
 """

@@ -1,16 +1,19 @@
-"""Starts a connector where the words are: a ridge regression from features of patches to the states of words.
+"""Starts a connector by a ridge regression from the features of patches to the hidden states of words.
 
-A block's queries come from text and its keys from the picture. The word `seven` finds the patch with a seven in fewer
-steps if both are near each other before the first one, and if both are compared where they are near (`block_start.py`).
+Usually a connector starts with random weights. Then the word `seven` and the patch that shows a seven are no nearer to
+each other than to anything else, and the blocks take many steps to bring them together. After this start, the image
+tokens of the patch are near the hidden state of the word. `block_start.py` lets the blocks compare the two.
 
-A caption does not say which patch a word belongs to. So the words are regressed first, as numbers: all image tokens of
-a picture have its words, each counted once, without what the pictures have in common. A feature that comes with one
-word more often than with the others is then a sign of that word; what every caption says falls out, and so do words
-that no picture tells (`alignment_words.py`). Such a regression already tells the patches of a picture apart, so the
-next one gives each word to the patches that are most like it, and the rest to none, a few times over: expectation and
-maximisation, as in Brown et al., "The Mathematics of Statistical Machine Translation", 1993 (model 1). A regression
-finds little of a rare word, even in its own patches, as nothing is the safe guess. So each word is made as large as its
-patches have it. Words become states at the end.
+A caption does not say which patch a word belongs to. The words are therefore assigned to patches in three stages:
+
+1. Each image token of an image gets all words of its text as targets (one number for each word), minus the mean over
+   all images. A feature that occurs with one word more often than with others becomes a sign of this word. Words that
+   every caption has drop out, and so do words that the images do not tell (`alignment_words.py`).
+2. This regression already tells the patches of an image apart. So the next regression gives each word only to the
+   patches that are most like it. This is repeated a few times: expectation and maximisation, as in Brown et al., "The
+   Mathematics of Statistical Machine Translation", 1993 (model 1).
+3. The words are replaced by their hidden states. A regression predicts too little of a rare word, even in its own
+   patches. So each word is first scaled up to the size that it has in the patches that it was given to.
 """
 
 from __future__ import annotations
@@ -46,18 +49,18 @@ from .freezing import body_of
 from .vision_features import tower_of, tower_output
 
 
-KEPT = 2**30  # bytes of features that are kept from one pass to the next
-SOLVED = ("linear", "mlp", "mlp_2d")  # connectors whose last layer is one of weights alone
-PASSES = 3  # in which words are given to patches
-SHARPER = 2.0  # power of a patch's share of a word
-MOST_LARGER = 10.0  # times that a word is made larger at most: what is wrong in it grows too
+KEPT = 2**30  # most bytes of features that are kept from one pass to the next
+SOLVED = ("linear", "mlp", "mlp_2d")  # connectors that end with a linear layer
+PASSES = 3  # regressions of the second stage
+SHARPER = 2.0  # exponent of the share of a word that a patch gets
+MOST_LARGER = 10.0  # a word is scaled up by at most this factor, because its errors grow with it
 WORDS_AT_ONCE = 64
 
 
 class Pictures:
-    """The inputs of the connector's last layer for all image tokens of a row's pictures, and the words of its text.
+    """Yields, for each row, the inputs of the connector's last layer for all image tokens, and the words of the text.
 
-    Iterated several times. The first pictures, as many as fit into `KEPT` bytes, go through the tower only once.
+    It is iterated several times. For the first images, as many as fit into `KEPT` bytes, the tower runs only once.
     """
 
     def __init__(self, body: Any, processor: XAttnProcessor, rows: Sequence[Any], batch_size: int):
@@ -84,7 +87,7 @@ class Pictures:
                 self._room -= size
                 self._kept.append((half, words))
             else:
-                self._room = 0  # those that are kept come first
+                self._room = 0  # keep no later ones: `__iter__` expects that the kept rows are the first ones
             yield half.float(), words
 
 
@@ -94,7 +97,7 @@ def _encoded(
     images = [[picture] for pictures, _ in waiting for picture in pictures]
     try:
         batches = [processor(images=images)]
-    except ValueError:  # pictures of several sizes
+    except ValueError:  # images of several sizes
         batches = [processor(images=[each]) for each in images]
     features = [each for batch in batches for each in _features(body, dict(batch))]
     for pictures, words in waiting:
@@ -103,12 +106,16 @@ def _encoded(
 
 
 def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """For each picture of `(pictures, 1, ...)`: what the connector's last layer reads, `(tokens, width)`, float32."""
+    """Returns the inputs of the connector's last layer for each image: `(tokens, width)`, in float32.
+
+    Args:
+        inputs (`dict`): image inputs of the processor, each `(images, 1, ...)`.
+    """
     connector = body.connector
     if "pixel_values" in inputs:
         check_square(body.config, inputs["pixel_values"])
     output, tiles = tower_output(body, inputs)
-    if tiles is not None:  # no text sees padding tiles
+    if tiles is not None:  # without padding tiles, which no text sees
         found = [each[mask != 0].flatten(0, 1) for each, mask in zip(output[:, 0], tiles.aspect_ratio_mask[:, 0])]
     else:
         drops = body.config.vision_feature_select_strategy == "default"
@@ -127,16 +134,22 @@ def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 def solved_layer(body: Any) -> Any:
-    """The layer that is solved: the last one with weights. A code of places behind it has none."""
+    """Returns the layer whose weights are solved: the last linear one. Only a position encoding may follow it."""
     return [layer for layer in body.connector.layers if isinstance(layer, nn.Linear)][-1]
 
 
 class ConnectorAlignment(NamedTuple):
-    """What [`align_connector`] has used."""
+    """What [`align_connector`] has used.
+
+    Attributes:
+        pictures (`int`): number of images.
+        words (`int`): number of words that were aligned.
+        explained (`float`): share of the targets, as a sum of squares, that the regression explains.
+    """
 
     pictures: int
-    words: int  # that have a state
-    explained: float  # share of what image tokens have of words that the regression gives
+    words: int
+    explained: float
 
 
 def align_connector(
@@ -149,35 +162,39 @@ def align_connector(
     batch_size: int = 8,
     seed: int = 0,
 ) -> ConnectorAlignment:
-    """Starts the connector and the blocks of a fresh model by the words of captions or answers, in place.
+    """Starts the connector and the blocks of a fresh model from the words of captions or answers, in place.
 
-    The last linear layer of a `"linear"`, `"mlp"` or `"mlp_2d"` connector becomes the ridge regression from the
-    features of each image token to the text model's hidden states, in front of the first block, at the words of the
-    picture's text; each word goes to the tokens that are most like it. The blocks start so that text attends to the
-    tokens of the words that it reads (see `block_start.py`); their output projections, the tower and the text model
-    stay as they are. Rows without a picture are passed over; rows about the same pictures that stand together count as
-    one.
+    The connector must be `"linear"`, `"mlp"` or `"mlp_2d"`. Its last linear layer becomes a ridge regression. The
+    regression maps the features of an image token to the hidden states that the text model has, in front of the first
+    block, at the words of the image's text. Each word is assigned to the image tokens that are most like it.
+
+    The blocks start so that text attends to the image tokens of the words that it reads (see `block_start.py`). The
+    output projections of the blocks, the vision tower and the text model do not change, so the model still gives the
+    text model's answers.
+
+    Rows without an image are skipped. Consecutive rows about the same images count as one.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): with a vision tower. Changed in place.
-        processor ([`XAttnProcessor`]): of the model.
-        rows (`Sequence`): rows as for [`XAttnDataCollator`], for example of [`load_rows`]. They are read five times,
+        processor ([`XAttnProcessor`]): the processor of the model.
+        rows (`Sequence`): rows as for [`XAttnDataCollator`], for example from [`load_rows`]. They are read five times,
             and some of them once more for the blocks.
-        noise (`float`, defaults to 0.25): root mean square of the random component added to the image tokens, where
-            that of a token with words is about 1. The alignment keeps only image content that words describe; this
-            component lets other details through.
-        blocks (`bool`, defaults to `True`): start the blocks too.
-        batch_size (`int`, defaults to 8): pictures at a time.
-        seed (`int`, defaults to 0): of the random weights.
+        noise (`float`, defaults to 0.25): root mean square of the random component that is added to the image tokens. A
+            token with words has a root mean square of about 1. The alignment keeps only the content of an image that
+            words describe; the random component lets other details, such as position, through.
+        blocks (`bool`, defaults to `True`): start the blocks, too.
+        batch_size (`int`, defaults to 8): images at a time.
+        seed (`int`, defaults to 0): seed of the random component.
 
     Returns:
-        [`ConnectorAlignment`]: numbers of pictures and words, and the share of the targets that is explained.
+        [`ConnectorAlignment`]: the numbers of images and words, and the share of the targets that is explained.
 
     Raises:
-        TypeError: for a model without blocks, another processor, or rows that are no sequence.
-        ValueError: for a model without a tower or with a connector of another type, image tokens of another width than
-            the text, quantized weights, trained blocks or blocks with a code of positions, and rows without pictures
-            or without words that differ among pictures. The model is not changed then.
+        TypeError: for a model without blocks, for another processor, or for rows that are not a sequence.
+        ValueError: for a model that cannot be started so: without a vision tower, with a connector of another type,
+            with image tokens of another width than the text, with quantized weights, with trained blocks, or with
+            blocks that have a position encoding. Also for rows without images, or whose words do not differ between
+            images. The model is not changed in these cases.
 
     Example:
 
@@ -217,8 +234,8 @@ def align_connector(
             sums = regression.sums
         solved, explained = regression.to_states(states)
         if not bool(torch.isfinite(solved).all()):
-            raise CannotAlign("Expected `rows` with pictures that differ as their words do, got no such difference.")
-        if blocks:  # first, because it reads texts, which may fail
+            raise CannotAlign("Expected `rows` with images that differ as their words do, got no such difference.")
+        if blocks:  # before the connector is written, because reading the texts may fail
             shares = torch.tensor([texts.shares[word] for word in texts.words])
             start_blocks(body, processor, rows, texts.words, states, shares)
         _write(body, regression.sums, solved, noise, seed)
@@ -226,25 +243,26 @@ def align_connector(
 
 
 class _Pass:
-    """A regression from the inputs of the connector's last layer to words, in a pass through all pictures.
+    """A regression from the inputs of the connector's last layer to words, summed in a pass through all images.
 
-    Each word of a picture is given to the image tokens that are most like it.
+    Each word of an image is given to the image tokens that are most like it. The regression of the pass before tells
+    which these are.
 
     Args:
         texts (`Texts`): their words are the outputs.
-        before (`RidgeSums`): of the pass before.
+        before (`RidgeSums`): the sums of the pass before.
     """
 
     def __init__(self, texts: Texts, before: RidgeSums):
         self.sums: RidgeSums = RidgeSums(before.bias, before)
-        self.squares = 0.0  # of what tokens are given
-        self._given = torch.zeros(len(texts.words), dtype=torch.float64)  # of each word, to all tokens
-        self._squares: Any = 0.0  # (inputs, inputs), of tokens as often as they are given words
+        self.squares = 0.0  # sum of the squares of all targets
+        self._given = torch.zeros(len(texts.words), dtype=torch.float64)  # sum over all tokens, of each word
+        self._squares: Any = 0.0  # (inputs, inputs): each token counts by how much of words it gets
         self._places = {word: place for place, word in enumerate(texts.words)}
         self._found = before.solve().float()
 
     def add(self, features: torch.Tensor, words: set[str]) -> None:
-        """Adds the image tokens `(tokens, inputs)` of a picture, and the words of its text."""
+        """Adds the image tokens `(tokens, inputs)` of an image, and the words of its text."""
         own = torch.tensor([self._places[word] for word in words if word in self._places], dtype=torch.long)
         inputs = with_one(features) if self.sums.bias else features
         like = inputs @ self._found[:, own.to(features.device)]
@@ -255,18 +273,19 @@ class _Pass:
         self._given[own] += given.sum(0).double().cpu()
 
     def to_states(self, states: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """The weights `(inputs, hidden_size)` of tokens whose mean is zero, and the share of the words explained.
+        """Returns weights `(inputs, hidden_size)` from features to states, and the explained share of the targets.
 
-        Tokens that are given words have a mean square of 1, each counted as often as it is given some.
+        The image tokens that these weights make have a mean of zero. Their mean square is 1, where each token counts by
+        how much of words it gets.
         """
         solved = self.sums.solve()
         squares = (solved * (self.sums.squares @ solved)).sum()
-        found = (solved * self.sums.products).sum(0)  # of each word, in the tokens that it is given to
+        found = (solved * self.sums.products).sum(0)  # predicted size of each word in the tokens that it is given to
         explained = float((2 * found.sum() - squares) / max(self.squares, 1e-9))
         given = self._given.to(solved.device)
         larger = (given / found.clamp(min=1e-9)).clamp(max=MOST_LARGER)
         weights = (solved * larger) @ states.double().to(solved.device)
-        if self.sums.bias:  # the last input is the constant one
+        if self.sums.bias:  # the last input is a constant 1
             weights[-1] -= self.sums.squares[-1] @ weights / self.sums.count
         size = (weights * (self._squares @ weights)).sum() / (given.sum() * weights.shape[1])
         return weights / size.sqrt(), explained
@@ -286,16 +305,16 @@ def _check(body: Any, processor: Any, rows: Any) -> None:
     block = config.cross_attention_config
     if block.context_size != block.hidden_size:
         raise ValueError(
-            "Expected `model` with image tokens as wide as the text's hidden states, where words and patches can be "
-            f"near each other: `context_size` {block.hidden_size}, got {block.context_size}."
+            "Expected `model` with image tokens of the same width as the text's hidden states, so that words and image "
+            f"tokens can be compared: `context_size` {block.hidden_size}, got {block.context_size}."
         )
     if min(config.cross_attention_layers) >= text_num_hidden_layers(config.text_config):
-        raise ValueError("Expected `model` with a block in front of a layer, got blocks after the last layer alone.")
+        raise ValueError("Expected `model` with a block in front of a layer, got only blocks behind the last layer.")
     check_trainable("the connector", body.connector, "Load the base with `quantization_config`: the connector stays.")
 
 
 def _states(body: Any, processor: XAttnProcessor, texts: Texts) -> torch.Tensor:
-    """The state of each word `(words, hidden_size)`, as the first block's norm gives it to its queries."""
+    """Returns the state of each word `(words, hidden_size)`, as the norm of the first block gives it to the queries."""
     first = min(body.config.cross_attention_layers)
     found = word_states(body.text_model, processor.tokenizer, first, texts.words, texts.prompts, WORDS_AT_ONCE)
     states = told_apart(found) * body.blocks[0].attn_norm.weight.float().cpu()
@@ -305,7 +324,7 @@ def _states(body: Any, processor: XAttnProcessor, texts: Texts) -> torch.Tensor:
 
 
 def _write(body: Any, sums: RidgeSums, solved: torch.Tensor, noise: float, seed: int) -> None:
-    """Writes the regression, as large as the words' states are, and noise."""
+    """Writes the regression, scaled to the size of the words' states, and the random component."""
     last = solved_layer(body)
     size = body.blocks[0].attn_norm.weight.float().square().mean().sqrt().to(solved.device)
     inputs = last.in_features

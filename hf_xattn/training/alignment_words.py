@@ -1,9 +1,9 @@
-"""The words of an alignment: those of the rows' texts, those that pictures tell, and the text model's states at them.
+"""The words of an alignment: finds them in the texts, keeps those that images tell, and computes their hidden states.
 
-Answers are full of words that no picture tells, such as the `yes`, `there` and `is` of questions that were asked by
-chance. If image tokens were put at the states of these words, too, most of what keys and queries compare would be
-noise. So half of the pictures must let a regression find a word in the other half ([`ToldWords`]). The regression
-needs only sums, which take the same memory for any number of pictures ([`RidgeSums`]).
+Answers are full of words that no image tells, such as `yes`, `there` and `is`. If image tokens were aligned to the
+states of these words, too, keys and queries would mostly compare noise. So a word is kept only if a regression that is
+fitted to half of the images finds the word in the other half ([`ToldWords`]). The regression needs only sums, which
+take the same memory for any number of images ([`RidgeSums`]).
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from ..processing_xattn import XAttnProcessor
 
 PENALTY = 1.0
 WORD = re.compile(r"\w+(?:['’-]\w+)*")
-MOST_WORDS = 4096  # the most frequent ones have a state
-PROMPTS = 4  # different beginnings of answers, of which a word's state is the mean
-TOLD = 0.04  # squared correlation with what is found in pictures that were not fitted; below it a word is left out
-MANY = 50  # pictures with a word, and without it: where there are fewer, it stays
+MOST_WORDS = 4096  # at most this many words are aligned, the most frequent ones
+PROMPTS = 4  # a word's state is the mean over this many texts in front of it
+TOLD = 0.04  # a word is left out if its squared correlation with the prediction for the other half is smaller
+MANY = 50  # a word is judged if at least this many images have it, and as many lack it; otherwise it is kept
 
 
 class RidgeSums:
-    """The sums of a regression `min |features @ weight.T + bias - targets|² + PENALTY (|weight|² + |bias|²)`.
+    """The sums of a ridge regression `min |features @ weight.T + bias - targets|² + PENALTY (|weight|² + |bias|²)`.
 
     Args:
-        bias (`bool`): whether there is one.
-        before (`RidgeSums`, *optional*): of the same features with other targets: what is of features alone is theirs.
+        bias (`bool`): whether the regression has a bias.
+        before (`RidgeSums`, *optional*): sums of the same features with other targets. The sums that depend only on the
+            features are taken from it and not computed again.
     """
 
     def __init__(self, bias: bool = True, before: RidgeSums | None = None):
@@ -49,13 +50,25 @@ class RidgeSums:
         self.squares: Any = 0.0 if before is None else before.squares  # (inputs, inputs)
 
     def add(self, features: torch.Tensor, targets: torch.Tensor) -> None:
-        """`(count, inputs)` and `(count, outputs)`; or `(tokens, inputs)` and the one target of all, `(outputs,)`."""
+        """Adds examples.
+
+        Args:
+            features (`torch.Tensor`): `(count, inputs)`.
+            targets (`torch.Tensor`): `(count, outputs)`, or `(outputs,)` for one target that all examples share.
+        """
         inputs, targets = self._inputs(features), with_float64(targets).double()
         alike = targets.dim() == 1
         self.products = self.products + (inputs.sum(0)[:, None] * targets if alike else inputs.T @ targets)
 
     def add_some(self, features: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor, count: int) -> None:
-        """`(tokens, inputs)` and `(tokens, len(outputs))`; of the other ones of `count` outputs the target is zero."""
+        """Adds examples whose targets are zero for most outputs.
+
+        Args:
+            features (`torch.Tensor`): `(tokens, inputs)`.
+            targets (`torch.Tensor`): `(tokens, len(outputs))`.
+            outputs (`torch.Tensor`): indices of the outputs that `targets` has.
+            count (`int`): number of all outputs.
+        """
         inputs = self._inputs(features)
         if not isinstance(self.products, torch.Tensor):
             self.products = inputs.new_zeros(inputs.shape[1], count)
@@ -70,34 +83,34 @@ class RidgeSums:
         return inputs
 
     def plus(self, other: RidgeSums) -> RidgeSums:
-        """The sums of the examples of both."""
+        """Returns the sums over the examples of both."""
         both = RidgeSums(self.bias)
         both.count = self.count + other.count
         both.squares, both.products = self.squares + other.squares, self.products + other.products
         return both
 
     def solve(self) -> torch.Tensor:
-        """`(inputs, outputs)`, in float64; the last row is the bias."""
+        """Returns the solution `(inputs, outputs)` in float64. With a bias, the bias is its last row."""
         penalty = PENALTY * torch.eye(len(self.squares), dtype=torch.float64, device=self.squares.device)
         return torch.linalg.solve(self.squares + penalty, self.products)
 
 
 def with_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor where sums can be in float64: Apple's GPUs have none."""
+    """Returns the tensor on a device that has float64. Apple's GPUs do not have it."""
     return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 
 def with_one(features: torch.Tensor) -> torch.Tensor:
-    """The features and a constant, for the bias: `(count, inputs + 1)`."""
+    """Appends a constant 1 to the features, for the bias: `(count, inputs + 1)`."""
     return torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
 
 
 class CannotAlign(ValueError):
-    """A model or rows that no alignment suits. A row that is broken is another error."""
+    """A model or rows that cannot be aligned. A broken row raises another error."""
 
 
 class Texts:
-    """The words of the rows: those that pictures differ in, with the share of the pictures that have them."""
+    """The words in which the images of the rows differ, and the share of the images that have each word."""
 
     def __init__(self, rows: Sequence[Any], processor: XAttnProcessor):
         counts: Counter[str] = Counter()
@@ -109,19 +122,19 @@ class Texts:
                 prompt = rendered(processor, asked, add_generation_prompt=True)
                 self.prompts += [prompt] * (prompt not in self.prompts)
         if not self.pictures:
-            raise CannotAlign(f"Expected `rows` with pictures and answers or captions, got none in {len(rows)} rows.")
+            raise CannotAlign(f"Expected `rows` with images and answers or captions, got none in {len(rows)} rows.")
         differing = Counter({word: count for word, count in counts.items() if count < self.pictures})
         self.words = sorted(word for word, _ in differing.most_common(MOST_WORDS))
         self.shares = {word: counts[word] / self.pictures for word in self.words}
         if len(self.words) < 2:
             raise CannotAlign(
-                f"Expected `rows` whose texts name what pictures differ in, got {self.pictures} picture(s) whose texts "
+                f"Expected `rows` whose texts name what images differ in, got {self.pictures} image(s) whose texts "
                 f"differ in {len(self.words)} word(s)."
             )
 
 
 def rendered(processor: XAttnProcessor, messages: list[dict[str, Any]], where: str = "", **options: Any) -> str:
-    """The text of a chat. Raises a `ValueError` if the template refuses it, whatever the template raises."""
+    """Renders a chat. Any error of the template becomes a `ValueError`, which names the row `where`."""
     try:
         text: Any = processor.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:
@@ -131,14 +144,17 @@ def rendered(processor: XAttnProcessor, messages: list[dict[str, Any]], where: s
 
 
 def grouped(rows: Sequence[Any]) -> Iterator[tuple[list[Any], set[str], list[dict[str, Any]]]]:
-    """The pictures of rows that stand together, the words of their answers, and a chat that asks for one."""
+    """Joins consecutive rows about the same images.
+
+    Yields the images, the words of all answers about them, and the messages in front of the first answer.
+    """
 
     def read() -> Iterator[tuple[list[Any], set[str], list[dict[str, Any]]]]:
         for index in range(len(rows)):
             try:
                 conversation = read_row(rows[index])
             except (TypeError, ValueError) as error:
-                if hasattr(rows, "where"):  # `Rows` say where the row is
+                if hasattr(rows, "where"):  # `Rows` name the row in their error
                     raise
                 raise type(error)(f"`rows[{index}]`: {error}") from error
             parts = [part for message in conversation.messages for part in parts_of(message) if part["type"] in IMAGES]
@@ -158,23 +174,26 @@ def grouped(rows: Sequence[Any]) -> Iterator[tuple[list[Any], set[str], list[dic
 
 
 class ToldWords:
-    """A regression from the inputs of the connector's last layer to words, each of which all tokens of a picture have.
+    """A regression from the inputs of the connector's last layer to words. All tokens of an image have all its words.
+
+    The images are dealt to two halves, so that each half can judge the regression of the other one.
 
     Args:
-        bias (`bool`): whether the layer has one.
+        bias (`bool`): whether the layer has a bias.
         texts (`Texts`): their words are the outputs.
     """
 
     def __init__(self, bias: bool, texts: Texts):
         self._texts, self._places = texts, {word: place for place, word in enumerate(texts.words)}
         self._shares = torch.tensor([texts.shares[word] for word in texts.words])
-        self._tokens = RidgeSums(bias), RidgeSums(bias)  # of every other picture
-        self._means = RidgeSums(bias), RidgeSums(bias)  # of the mean token of each picture
-        self._squares = [torch.zeros(len(texts.words), dtype=torch.float64) for _ in range(2)]  # of the targets
+        self._tokens = RidgeSums(bias), RidgeSums(bias)  # one of each half; a half has every other image
+        self._means = RidgeSums(bias), RidgeSums(bias)  # the same for the mean token of each image
+        # Sum of the squares of the targets of each word, in each half.
+        self._squares = [torch.zeros(len(texts.words), dtype=torch.float64) for _ in range(2)]
         self._pictures = 0
 
     def add(self, features: torch.Tensor, words: set[str]) -> None:
-        """Adds the image tokens `(tokens, inputs)` of a picture, and the words of its text."""
+        """Adds the image tokens `(tokens, inputs)` of an image, and the words of its text."""
         target, half = -self._shares, self._pictures % 2
         target[[self._places[word] for word in words if word in self._places]] += 1
         self._squares[half] += target.square()
@@ -183,9 +202,9 @@ class ToldWords:
         self._pictures += 1
 
     def keep(self) -> RidgeSums:
-        """Leaves the other words out of the texts. Returns the sums of the rest.
+        """Removes the words from the texts that the images do not tell. Returns the sums for the other words.
 
-        Raises [`CannotAlign`] if the pictures tell fewer than two words.
+        Raises [`CannotAlign`] if the images tell fewer than two words.
         """
         share, told = self._shares, self.told()
         judged = self._pictures * torch.minimum(share, 1 - share) >= MANY
@@ -193,7 +212,7 @@ class ToldWords:
         words = [self._texts.words[place] for place in kept.tolist()]
         if len(words) < 2:
             raise CannotAlign(
-                f"Expected `rows` whose texts name what pictures show, got {self._pictures} pictures that tell "
+                f"Expected `rows` whose texts name what images show, got {self._pictures} images that tell "
                 f"{len(words)} of {len(self._texts.words)} words."
             )
         self._texts.words = words
@@ -202,7 +221,10 @@ class ToldWords:
         return sums
 
     def told(self) -> torch.Tensor:
-        """Squared correlation of each word `(words,)` with what the other half finds in the mean token of a picture."""
+        """Returns how well each word is predicted in the other half `(words,)`.
+
+        This is the squared correlation between the word and the prediction from the mean token of an image.
+        """
         found = torch.zeros(len(self._places), dtype=torch.float64)
         if self._pictures < 2:
             return found
@@ -214,17 +236,20 @@ class ToldWords:
 
 
 class _Reached(Exception):
-    """All hidden states that are asked for are there."""
+    """Ends a forward pass when all hidden states that are needed are there."""
 
 
 @torch.no_grad()
 def states_in_front(
     text_model: PreTrainedModel, layers: Sequence[int], input_ids: list[list[int]]
 ) -> dict[int, list[torch.Tensor]]:
-    """The hidden states in front of layers, for each text `(tokens, hidden_size)`, in float32. Later layers do not run.
+    """Returns the hidden states in front of layers: for each text `(tokens, hidden_size)`, in float32.
+
+    Layers behind the last of these do not run.
 
     Args:
-        input_ids (`list[list[int]]`): texts. They are padded at the right end, where no causal decoder looks.
+        input_ids (`list[list[int]]`): the texts. They are padded on the right, because a causal decoder never attends
+            to later tokens.
     """
     _, decoder = find_decoder(text_model)
     found: dict[int, torch.Tensor] = {}
@@ -264,11 +289,11 @@ def word_states(
     prompts: Sequence[str],
     at_once: int = 1,
 ) -> torch.Tensor:
-    """The hidden states in front of a layer at the ends of words, the mean over `prompts`, `(words, hidden_size)`.
+    """Returns the hidden states in front of a layer at the last token of each word `(words, hidden_size)`.
 
     Args:
-        prompts (`Sequence[str]`): texts in front of the word.
-        at_once (`int`): texts in a batch.
+        prompts (`Sequence[str]`): texts in front of the word. A state is the mean over them.
+        at_once (`int`): batch size.
     """
     texts = [prompt + word for word in words for prompt in prompts]
     states: list[torch.Tensor] = []
@@ -279,6 +304,6 @@ def word_states(
 
 
 def told_apart(states: torch.Tensor) -> torch.Tensor:
-    """The states of two words or more without their mean, each with a mean square of 1: what tells them apart."""
+    """Returns what tells the states of words apart: the states minus their mean, each with a mean square of 1."""
     different = states - states.mean(0)
     return different / different.square().mean(-1, keepdim=True).sqrt()

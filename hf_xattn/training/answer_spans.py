@@ -1,7 +1,9 @@
-"""Finds the assistant's answers in what a chat template renders of a conversation.
+"""Finds the assistant's answers in the text that a chat template renders.
 
-Templates are programs: they trim texts, leave out earlier reasoning, write headers and end-of-turn tokens. So an answer
-is found by comparison with the same conversation, rendered with a placeholder in its place.
+Usually a collator searches for fixed strings of one template. Here any template works. Templates are programs: they
+trim texts, leave out earlier reasoning, and write headers and end-of-turn tokens. So an answer is found by comparison:
+the conversation is rendered a second time with a placeholder instead of the answer, and the two texts differ where the
+answer is.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Render = Callable[..., str]
 
 
 def check_processor(processor: Any) -> None:
-    """Raises a `TypeError` for another processor, and a `ValueError` for one that does not tell where words are."""
+    """Raises a `TypeError` for another kind of processor, and a `ValueError` for a tokenizer that gives no offsets."""
     if not isinstance(processor, XAttnProcessor):
         raise TypeError(f"Expected `processor` to be an XAttnProcessor, got {type_name(processor)}.")
     if not processor.tokenizer.is_fast:
@@ -40,20 +42,32 @@ def check_processor(processor: Any) -> None:
 
 
 class AnswerSpan(NamedTuple):
+    """Where an answer stands in the rendered text, in characters."""
+
     message: int  # index of the assistant's message
-    start: int  # of its characters in the rendered text
-    end: int  # after its end-of-turn token
-    prompted: bool  # whether it starts right behind the generation prompt
+    start: int  # first character
+    end: int  # behind the token that ends the turn
+    prompted: bool  # whether the answer starts right behind the generation prompt
 
 
 def find_answers(
     render: Render, messages: Messages, answers: Sequence[int], special_tokens: Sequence[str], image_token: str | None
 ) -> tuple[str, list[AnswerSpan]]:
-    """Returns the rendered conversation, and where the answers (indices of messages) are.
+    """Renders a conversation and finds its answers.
 
-    `render` takes messages and `add_generation_prompt`. The `special_tokens` may end a turn.
+    Args:
+        render (`Callable`): renders messages. It also takes `add_generation_prompt`.
+        messages (`list[dict]`): the conversation.
+        answers (`Sequence[int]`): indices of the messages that are answers.
+        special_tokens (`Sequence[str]`): tokens that may end a turn.
+        image_token (`str`, *optional*): the marker.
 
-    Raises a `ValueError` if there is no answer, an answer is empty, or the template changes or omits it.
+    Returns:
+        The rendered text, and an [`AnswerSpan`] for each answer.
+
+    Raises:
+        ValueError: if there is no answer, if an answer is empty or has tool calls, or if the template changes or omits
+            an answer.
     """
     if not answers:
         raise ValueError("The conversation has no assistant message to train on.")
@@ -69,7 +83,8 @@ def find_answers(
             raise ValueError(f"Message {index}, an assistant message, is empty: there is nothing to learn from it.")
     text = render(messages)
     spans = [_find(render, messages, index, text, image_token) for index in answers]
-    pictures = rf"(?:\s|{re.escape(image_token)})*" if image_token else r"\s*"  # behind the last text of an answer
+    # Images of the answer may stand between its text and the token that ends the turn.
+    pictures = rf"(?:\s|{re.escape(image_token)})*" if image_token else r"\s*"
     stop = end_of_turn(render, messages, answers[-1], special_tokens, pictures)
     if stop is None:
         logger.warning_once(
@@ -86,8 +101,10 @@ def find_answers(
 
 
 def ends_of_turns(generation: Any, processor: Any) -> list[int]:
-    """The tokens that end an answer: those of a generation configuration, and behind them the special token with which
-    the chat template ends one, if it writes a single one.
+    """Returns the tokens that end an answer of `generate`.
+
+    These are the tokens of the generation configuration and, if the chat template ends an answer with a special token,
+    this token.
     """
     tokenizer = processor.tokenizer
     special = [str(token) for token in tokenizer.added_tokens_decoder.values()] + list(tokenizer.all_special_tokens)
@@ -105,15 +122,15 @@ def ends_of_turns(generation: Any, processor: Any) -> list[int]:
 def end_of_turn(
     render: Render, messages: Messages, answer: int, special_tokens: Sequence[str], before: str = r"\s*"
 ) -> str | None:
-    """The special token that ends an answer; None without one. `before`: a pattern of what may stand in between."""
-    # The answer is rendered as the last message: a token that comes only with the next message belongs to that one.
+    """Returns the special token that ends an answer, or None. The pattern `before` matches what may precede it."""
+    # The answer is rendered as the last message: a token that appears only with a next message belongs to that one.
     probe = render([*messages[:answer], with_text(messages[answer], PLACEHOLDER)])
     rest = re.sub(rf"\A{before}", "", probe.rpartition(PLACEHOLDER)[2])
     return max((token for token in special_tokens if token and rest.startswith(token)), key=len, default=None)
 
 
 def squeezed(text: str) -> str:
-    """Removes white space from a text, because templates and tokenizers change white space."""
+    """Removes all white space from a text. Templates and tokenizers change white space, so comparisons ignore it."""
     return "".join(text.split())
 
 
@@ -130,8 +147,8 @@ def _find(render: Render, messages: Messages, index: int, text: str, image_token
             f"The chat template changes the answer of message {index}: expected {_short(said)}, got {_short(written)}. "
             "Change the template, or train with `train_on='all'`."
         )
-    # A template may add a tag such as <think> to the placeholder. If the answer begins with the same tag, the texts do
-    # not differ there.
+    # A template may add a tag such as <think> in front of the placeholder. If the answer begins with the same tag, the
+    # two texts do not differ there, and the answer starts earlier than they show.
     if said.endswith(written.rstrip()) and text[:end].rstrip().endswith(said):
         start = len(text[:end].rstrip()) - len(said)
     reasoning = {
@@ -150,7 +167,7 @@ def _render_with(render: Render, messages: Messages, index: int, message: dict[s
 
 
 def _difference(text: str, probe: str) -> tuple[int, int] | None:
-    """Returns the range in which `text` differs from `probe`. None if `probe` has no placeholder."""
+    """Returns the range of `text` that differs from `probe`, or None if `probe` has no placeholder."""
     if PLACEHOLDER not in probe:
         return None
     shorter = min(len(text), len(probe))
@@ -161,8 +178,10 @@ def _difference(text: str, probe: str) -> tuple[int, int] | None:
 
 
 def _behind_the_prompt(render: Render, messages: Messages, index: int, text: str, start: int) -> tuple[int, bool]:
-    """Where the model begins to write: behind the generation prompt, so in front of a tag such as <think>, also of an
-    empty pair of them that the template adds. And whether that is where the prompt ends.
+    """Returns where the model begins to write an answer, and whether the generation prompt ends exactly there.
+
+    The model begins behind the generation prompt. A tag such as <think>, or an empty pair of tags that the template
+    adds, is therefore a part of the answer.
     """
     before = messages[:index]
     if all(message["role"] != "user" for message in before):  # some templates refuse such a chat
@@ -172,13 +191,13 @@ def _behind_the_prompt(render: Render, messages: Messages, index: int, text: str
         if index == len(messages) - 1:
             logger.warning_once(
                 f"The chat template writes an answer behind other text than its generation prompt ({prompt[-40:]!r}): "
-                "the model is not trained on what it is asked with."
+                "the model is trained on another prompt than it is asked with."
             )
         return start, False
     begin = len(commonprefix([text, prompt]))
-    if not text[begin:start].strip():  # white space behind the prompt, which the model must write too
+    if not text[begin:start].strip():  # the model must also write white space behind the prompt
         return (min(begin, start), begin <= start) if begin == len(prompt) else (start, False)
-    if prompt == render(before):  # without a prompt it is the turn's header
+    if prompt == render(before):  # the template has no generation prompt: the text in front is the turn's header
         return start, False
     return begin, begin == len(prompt)
 

@@ -1,4 +1,8 @@
-"""Rows that cannot be trained on: found before a run, or while it reads them, and never left out without a word."""
+"""Finds rows that cannot be trained on, before a run and while it reads them.
+
+A usual data set raises an error at its first bad row, perhaps hours after the start. Here some rows are checked before
+the run. With `--bad-rows skip` bad rows are left out, and a file names each of them with the reason.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +22,27 @@ from .launch import is_first_process
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
 MAX_PROBLEMS = 20
-SUBSTITUTES = 1000  # rows that are tried in place of a batch in which all are bad
+SUBSTITUTES = 1000  # most rows that are tried if all rows of a batch are bad
 
 Collate = Callable[[list[dict[str, Any]]], Any]
 
 
 class Problem(NamedTuple):
+    """A bad row, by its index, and why it cannot be trained on."""
+
     row: int
     reason: str
 
 
 def reason_of(row: dict[str, Any], error: Exception, folder: Path) -> str:
-    """Why a row cannot be trained on: all pictures that cannot be read, or an error of the collator."""
+    """Returns why a row cannot be trained on: all images that cannot be read, or else the error of the collator."""
     wrong = [what_is_wrong(part, folder) for part in picture_parts(row)]
     reasons = "; ".join(dict.fromkeys(reason for reason in wrong if reason))
-    return reasons or str(error).partition(": ")[2]  # without the row's place in a batch of one
+    return reasons or str(error).partition(": ")[2]  # without "Row 0 of the batch"
 
 
 def list_problems(rows: Rows, problems: Sequence[Problem]) -> str:
-    """Says which rows cannot be used, file by file."""
+    """Lists the rows that cannot be used, grouped by file."""
     files: dict[str, list[str]] = {}
     for index, reason in problems:
         file, place = rows.place_of(index)
@@ -51,11 +57,11 @@ def list_problems(rows: Rows, problems: Sequence[Problem]) -> str:
 
 
 class BadRowsFile:
-    """The rows that were left out, a line each. Several processes write to one file.
+    """The file that names the rows that were left out, one a line. Several processes write to the same file.
 
     Args:
-        folder (`Path`): that of the run.
-        limit (`float`): the share of all rows that may be bad.
+        folder (`Path`): the folder of the run.
+        limit (`float`): largest share of all rows that may be bad.
     """
 
     def __init__(self, folder: Path, limit: float):
@@ -66,21 +72,21 @@ class BadRowsFile:
         file, place = rows.place_of(problem.row)
         told = {"source": rows.source_of(problem.row), "file": file, "row": place, "reason": problem.reason}
         line = json.dumps(told)
-        if self.count() and line in self._found:  # a row of another epoch, or before a resumption
+        if self.count() and line in self._found:  # the row was named in another epoch, or before the run was resumed
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab", buffering=0) as out:  # one write appends a whole line, beside other processes too
             out.write(f"{line}\n".encode())
 
     def count(self) -> int:
-        """Number of different rows."""
+        """Returns the number of different rows in the file."""
         size = self.path.stat().st_size if self.path.is_file() else 0
         if size != self._size:
             self._size, self._found = size, set(self.path.read_text(encoding="utf-8").splitlines())
         return len(self._found)
 
     def check(self, rows: int) -> None:
-        """Raises a `ValueError` if more rows than allowed are bad. `rows`: of all sources."""
+        """Raises a `ValueError` if more rows than allowed are bad. `rows` is the number of rows of all sources."""
         if self.count() > self.limit * rows:
             raise ValueError(
                 f"Expected at most {self.limit:.2%} of {rows} rows to be bad (`--bad-rows-limit`), got {self.count()}. "
@@ -89,21 +95,25 @@ class BadRowsFile:
 
 
 class BadRowError(ValueError):
-    """A row that cannot be trained on. A worker's error becomes one text; of it, what is behind this name is kept."""
+    """A row that cannot be trained on.
+
+    torch turns an error of a data loader's worker into one long text and makes the error anew from it. Only the part
+    behind the name of this class is kept.
+    """
 
     def __init__(self, text: str):
         super().__init__(text.rpartition(f"{type(self).__name__}: ")[2])
 
 
 class Place(NamedTuple):
-    """A row that is not read yet, so that the collator can leave it out."""
+    """A row that is not read yet. It is read by the collator, which can then leave it out."""
 
-    rows: Any  # [`Rows`], or [`Shuffled`] ones
+    rows: Any  # [`Rows`] or [`Shuffled`]
     place: int
 
 
 class Places(torch.utils.data.Dataset):
-    """A data set of places, for [`RowReader`]."""
+    """A data set whose items are places, which [`RowReader`] reads."""
 
     def __init__(self, rows: Any):
         self.rows = rows
@@ -116,13 +126,14 @@ class Places(torch.utils.data.Dataset):
 
 
 class RowReader:
-    """Reads the rows of a batch and collates them, without those that are bad or with an error that names the first.
+    """Reads the rows of a batch and collates them. A bad row is left out, or raises an error that names it.
 
-    A batch without its bad rows is smaller. If all are bad, the rows that follow it are taken.
+    A batch from which rows are left out is smaller. If all its rows are bad, the rows behind it are read instead.
 
     Args:
         collate (`XAttnDataCollator`): makes the batch.
-        on_bad (`Callable`, *optional*): names a bad row, as [`BadRowsFile.add`]. Without it, a bad row is an error.
+        on_bad (`Callable`, *optional*): is called with each bad row, such as [`BadRowsFile.add`], and the row is left
+            out. Without it, a bad row raises an error.
     """
 
     def __init__(self, collate: Collate, on_bad: Callable[[Rows, Problem], Any] | None):
@@ -138,7 +149,7 @@ class RowReader:
         raise BadRowError(f"Expected a good row in {SUBSTITUTES} rows, got none.")
 
     def read(self, places: Sequence[Place]) -> Any:
-        """The batch of those that are good; None if all are bad."""
+        """Returns the batch of the good rows, or None if all rows are bad."""
         return self._collated([row for place in places if (row := self._read(place)) is not None])
 
     def _read(self, place: Place) -> tuple[Place, dict[str, Any]] | None:
@@ -150,12 +161,12 @@ class RowReader:
             return None
 
     def _collated(self, read: Sequence[tuple[Place, dict[str, Any]]]) -> Any:
-        """The batch; None without a good row."""
+        """Returns the batch of the good rows, or None if there is no good row."""
         if not read:
             return None
         try:
             return self.batch_of(read)
-        except BadRowError:  # of another row
+        except BadRowError:  # it is about a row outside of this batch
             raise
         except (TypeError, ValueError):
             good = []
@@ -168,7 +179,7 @@ class RowReader:
                 except (TypeError, ValueError) as error:
                     rows, index = resolved(place)
                     self._bad(place, reason_of(row, error, rows.folder_of(index)))
-            if len(good) == len(read):  # rows that do not fit together
+            if len(good) == len(read):  # each row is good alone, but they do not fit together
                 raise
             return self.batch_of(good) if good else None
 
@@ -192,9 +203,9 @@ class RowReader:
 
 
 def find_problems(rows: Rows, chosen: Sequence[int], collate: Collate) -> tuple[list[Problem], int]:
-    """Reads the chosen rows, each alone, as [`RowReader`] does.
+    """Reads the chosen rows one by one, as [`RowReader`] does.
 
-    Returns the problems, and the number of tokens in the longest row.
+    Returns the problems that it finds, and the number of tokens of the longest row.
     """
     longest, found = 0, list[Problem]()
     reader = RowReader(collate, lambda _, problem: found.append(problem))
@@ -206,7 +217,7 @@ def find_problems(rows: Rows, chosen: Sequence[int], collate: Collate) -> tuple[
 
 
 def check_pictures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """For [`find_problems`], in place of a collator: whether the pictures of rows can be read."""
+    """Checks whether the images of rows can be read. [`find_problems`] calls it like a collator."""
     for wrong in (what_is_wrong(part, Path()) for row in rows for part in picture_parts(row)):
         if wrong:
             raise ValueError(f": {wrong}")
@@ -214,12 +225,13 @@ def check_pictures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def resolved(place: Place) -> tuple[Rows, int]:
+    """Returns the rows of a place, and the index of the row in them."""
     rows, index = place
     return (rows, index) if isinstance(rows, Rows) else (rows.rows, rows.index(index))
 
 
 class StopsAtLimit(TrainerCallback):
-    """Ends a run in which too many rows are bad."""
+    """Ends a run if more rows are bad than `--bad-rows-limit` allows."""
 
     def __init__(self, file: BadRowsFile, rows: int):
         self.file, self.rows = file, rows

@@ -1,15 +1,20 @@
-"""Starts blocks so that text attends to the image tokens of the words it reads.
+"""Starts blocks so that text attends to the image tokens of the words that it reads.
 
-Queries and keys meet through two random projections, in which a word and the image token for it are no nearer than
-others. Here keys have the image tokens, which `align_connector` has put at the states of words, in directions in which
-words are told apart. Queries have there the regression from the text's hidden states in front of the block to the word
-that was read last, in other heads to the sum of it and the word before it, so that `red heart` finds what is both, and
-to the sum of the two before these: at each token behind a word, so also at the colon of `red heart: left`. Values are
-of the principal components of words.
+Usually queries and keys start as random projections. In these, a word and the image token that shows it are no nearer
+to each other than to others. `align_connector` has moved the image tokens to the hidden states of words, and this file
+makes the projections fit:
 
-Where image tokens have a code of places, keys and values have it too, in dimensions of its own: in those of words a
-place is lost among what is at it. Queries start with nothing there, and learn what `on the left` means. The output
-projection stays zero, so the text model stays as it was.
+- **Keys** are the image tokens, projected to directions in which words differ most.
+- **Queries** are a regression, in the same directions, from the hidden states in front of the block to the words that
+  the text has just read. Heads take turns in what they look for: the last word; the sum of the last two words, so that
+  `red heart` finds what is both; the sum of the two words before these. The regression is fitted at all tokens behind a
+  word, so it also works at the colon of `red heart: left`.
+- **Values** are the principal components of the words' states.
+- **Positions.** If the image tokens have a position encoding, some dimensions of keys and values are reserved for it.
+  In the dimensions of words, a position would be lost among the content at this position. Queries start at zero in
+  these dimensions, and learn what `on the left` means.
+
+The output projection stays zero, so the model still gives the text model's answers.
 """
 
 from __future__ import annotations
@@ -28,32 +33,32 @@ from ..utils.architectures import text_num_hidden_layers
 from .alignment_words import WORD, CannotAlign, RidgeSums, rendered, states_in_front
 
 
-MATCH = 32.0  # score of a query and a key in the same direction
-VALUES = 4.0  # size of a word in values: the larger it is, the sooner the output projection, which is zero, gets there
-PLACES = 0.35  # size of a place in values, where a word has 1: larger ones drown the words in what is learned first
-KEY_PLACES = 4.0  # size of a place in keys: the larger it is, the sooner a query learns to look somewhere
-MOST_TEXTS = 512  # rows that are read, evenly spaced
-# What a head looks for, by turns: the sum of words, counted back from the one that was read last.
+MATCH = 32.0  # attention score of a query and a key with the same direction
+VALUES = 4.0  # size of a word in values. Larger values move the output projection, which starts at zero, faster
+PLACES = 0.35  # size of a position in values, where a word has 1. With more, the blocks learn positions before words
+KEY_PLACES = 4.0  # size of a position in keys. With more, queries learn sooner to look at a position
+MOST_TEXTS = 512  # at most this many rows are read, evenly spaced
+# Heads take turns in what they look for: the sum of these words, counted back from the one that was read last.
 SOUGHT = ((0,), (0, 1), (2, 3))
 LAST_WORDS = 1 + max(map(max, SOUGHT))
-SMALLEST = 0.03  # variance of a direction, as a share of the largest: smaller ones are not made as large as the others
+SMALLEST = 0.03  # directions with a smaller share of the largest variance are not scaled up to the size of the others
 TEXTS_AT_ONCE = 16
-MOST_TOKENS = 512  # of a text
+MOST_TOKENS = 512  # a longer text is cut
 NO_WORD = -1
 
 
 def check_fresh(body: Any) -> None:
-    """Raises [`CannotAlign`] for blocks with positions, or that have learned: they would be written over."""
+    """Raises [`CannotAlign`] for blocks with a position encoding, and for trained blocks, which would be lost."""
     for block in body.blocks:
         if block.config.position != "none":
             raise CannotAlign(
-                f"Expected `model` without a code of positions, which queries and keys are not started for, got "
-                f"`position={block.config.position!r}`. Pass `blocks=False` to align the connector alone."
+                f"Expected `model` without a position encoding in its blocks, which cannot be started with one, got "
+                f"`position={block.config.position!r}`. Pass `blocks=False` to align only the connector."
             )
         if block.config.zero_init and bool(block.attn.o_proj.weight.detach().any()):
             raise CannotAlign(
                 "Expected `model` with fresh blocks, whose output projections are zero, got trained ones. Retrofit the "
-                "text model again, or pass `blocks=False` to align the connector alone."
+                "text model again, or pass `blocks=False` to align only the connector."
             )
 
 
@@ -61,13 +66,14 @@ def check_fresh(body: Any) -> None:
 def start_blocks(
     body: Any, processor: Any, rows: Sequence[Any], words: Sequence[str], states: torch.Tensor, shares: torch.Tensor
 ) -> None:
-    """Writes the projections of queries, keys and values of all blocks in front of a layer.
+    """Writes the projections of queries, keys and values. A block behind the last layer is left as it is.
 
     Args:
-        body ([`XAttnModel`]): fresh, with an aligned connector.
+        body ([`XAttnModel`]): a fresh model with an aligned connector.
         processor ([`XAttnProcessor`]): renders the texts of the rows.
-        words (`Sequence[str]`), states (`torch.Tensor`): `(words, hidden_size)`, to which image tokens are aligned.
-        shares (`torch.Tensor`): `(words,)`, how many of the pictures have each.
+        words (`Sequence[str]`), states (`torch.Tensor`): the words, and their states `(words, hidden_size)`, to which
+            image tokens are aligned.
+        shares (`torch.Tensor`): `(words,)`, the share of the images that have each word.
     """
     depth = text_num_hidden_layers(body.config.text_config)
     blocks = [pair for pair in zip(body.blocks, body.config.cross_attention_layers) if pair[1] < depth]
@@ -75,7 +81,8 @@ def start_blocks(
     has_places = any(isinstance(layer, GridCode) for layer in body.connector.layers)
     code = code_directions(config.context_size, config.head_dim) if has_places else states[:0]
     components = torch.linalg.eigh(states.double().T @ states.double()).eigenvectors.T.flip(0).float()
-    # Places go where words are not, and have the size there that they had. Words span one direction less than they are.
+    # Positions use only directions that words do not use, and are scaled up to their size before this. The states of n
+    # words, whose mean is zero, span n - 1 directions.
     of_words = components[: min(len(states) - 1, len(components) // 2)]
     alone = code - code @ of_words.T @ of_words
     places = alone * (code.square().sum(1) / (alone * code).sum(1))[:, None]
@@ -83,7 +90,7 @@ def start_blocks(
     keys = torch.cat([looked_for, KEY_PLACES * places])
     values = _values(config, states, components, PLACES * places)
     sums = {block: RidgeSums(block.attn.q_proj.bias is not None) for block, _ in blocks}
-    targets = torch.cat([states, states.new_zeros(1, states.shape[1])])  # the last one is of `NO_WORD`
+    targets = torch.cat([states, states.new_zeros(1, states.shape[1])])  # the last row is the target of `NO_WORD`
     for ids, behind_words, read in _texts(processor, rows, words):
         sought = torch.stack([targets[read[:, list(which)]].sum(1) for which in SOUGHT], dim=1)
         wanted = nn.functional.pad(sought @ looked_for.T, (0, len(code))).flatten(1)  # (places of texts, sought * D)
@@ -97,10 +104,11 @@ def start_blocks(
 
 
 def _telling_apart(states: torch.Tensor, shares: torch.Tensor, width: int) -> torch.Tensor:
-    """Directions `(width, hidden_size)` in which words are told apart, those of many pictures above all.
+    """Returns directions `(width, hidden_size)` in which words differ. Words of many images count most.
 
-    `red` and `blue` have states near each other. So the principal components of the words, each counted as often as
-    there are pictures with it, are divided by their size (whitened). A word has size 1 in the mean.
+    The states of words such as `red` and `blue` are near each other. The directions that tell them apart are small, so
+    all principal components of the words are scaled to the same size (whitened). Each word counts as often as there are
+    images with it. The mean size of a word is 1.
     """
     weights = shares.double() / shares.sum()
     variances, components = torch.linalg.eigh((states.double().T * weights) @ states.double())
@@ -112,7 +120,7 @@ def _telling_apart(states: torch.Tensor, shares: torch.Tensor, width: int) -> to
 def _values(
     config: CrossAttentionConfig, states: torch.Tensor, components: torch.Tensor, places: torch.Tensor
 ) -> torch.Tensor:
-    """Rows of values: words' first components, of which a word has size 1 in the mean, and at last those of places."""
+    """Returns the rows of the values' projection: the first components of words (mean size 1), then the positions."""
     first = components[torch.arange(config.num_key_value_heads * config.head_dim) % len(components)]
     first = first / (states @ first[: config.head_dim].T).square().mean().sqrt()
     return torch.cat([first[: len(first) - len(places)], places])
@@ -121,7 +129,10 @@ def _values(
 def _texts(
     processor: Any, rows: Sequence[Any], words: Sequence[str]
 ) -> Iterator[tuple[list[list[int]], list[torch.Tensor], torch.Tensor]]:
-    """Tokens of texts, the places behind a word, and there the last words `(places of all texts, LAST_WORDS)`."""
+    """Yields, for several texts at a time, their tokens, the places behind a word, and the last words at these places.
+
+    The last words are indices `(places of all texts, LAST_WORDS)`; the latest word comes first.
+    """
     number = {word: index for index, word in enumerate(words)}
     chosen = range(0, len(rows), max(1, -(-len(rows) // MOST_TEXTS)))
     for start in range(0, len(chosen), TEXTS_AT_ONCE):
@@ -148,12 +159,17 @@ def _rendered(processor: Any, rows: Any, index: int) -> str:
 
 
 def _write(block: GatedCrossAttentionBlock, keys: torch.Tensor, values: torch.Tensor, solved: torch.Tensor) -> None:
-    """`solved`: `(hidden_size, SOUGHT * head_dim)`, with the bias as a last row if queries have one."""
+    """Writes the projections of a block.
+
+    Args:
+        solved (`torch.Tensor`): `(hidden_size, SOUGHT * head_dim)`, the regression for queries. If queries have a bias,
+            it is one more row at the end.
+    """
     attn, config = block.attn, block.config
     width = config.head_dim
     attn.k_proj.weight.copy_(keys.repeat(config.num_key_value_heads, 1))
     attn.v_proj.weight.copy_(VALUES * values)
-    sharper = MATCH / width**0.5  # two vectors of size 1 have a score of at most the root of their width
+    sharper = MATCH / width**0.5  # without it, the score of two vectors of size 1 is at most the root of their width
     queries = solved.unflatten(1, (len(SOUGHT), width))
     heads = queries[:, torch.arange(config.num_attention_heads) % len(SOUGHT)].flatten(1).T  # (heads * D, inputs)
     if attn.q_norm is not None:

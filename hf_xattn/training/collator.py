@@ -1,4 +1,8 @@
-"""Turns rows of chat messages with images into batches with labels, for training."""
+"""Turns rows of chat messages with images into batches with labels, for training.
+
+Most collators pad rows that are tokenized already. This one renders the rows with the chat template, because only the
+rendered text tells which tokens are answers and which belong to the prompt.
+"""
 
 from __future__ import annotations
 
@@ -37,47 +41,55 @@ class _Tokens(NamedTuple):
 class XAttnDataCollator:
     """Turns rows of chat messages into a batch with labels, for `Trainer`, TRL's `SFTTrainer` or a `DataLoader`.
 
-    `Trainer` needs `remove_unused_columns=False`. A row is a dict with `messages`, or with TRL's `prompt` and
-    `completion`: lists of chat messages, with images in their parts (`{"type": "image", "image": ...}`, or `path`,
-    `url`, `base64`) or in a column `images`. Image parts without an image take those of the column, in order. If no
-    message has an image part, the images come in front of the first user message. A text `<image>` of a user is the
-    place of an image of the column, if no message has an image part. A column `system` is the system message.
+    `Trainer` needs `remove_unused_columns=False`.
 
-    A key of a message or a part is one that is read, here or by the chat template, or it is an error. Columns that hold
-    images, that resemble the name of one that is read, or by which other trainers steer what is learned or shown, are
-    errors; others are ignored. `examples/data` has the table.
+    A row is a dict with `messages`, or with `prompt` and `completion` as in TRL. Both are lists of chat messages. The
+    images are in the parts of the messages (`{"type": "image", "image": ...}`, or `path`, `url`, `base64`), or in a
+    column `images`:
 
-    Each answer is found in the text that the chat template renders: all behind the generation prompt, with reasoning or
-    its tags if the template writes them, and with the token that ends the turn, so that the model learns to stop. Its
-    labels are decoded and compared with that text.
-    All other tokens have the label -100: prompts, headers, image markers, padding.
+    - Image parts without an image take the images of the column, in order.
+    - If no message has an image part, `<image>` in a text of a user marks the place of an image of the column.
+    - Without image parts and without `<image>`, the images come in front of the first user message.
+
+    A column `system` becomes the system message.
+
+    A key of a message or of a part must be read by this class or by the chat template; any other key is an error.
+    Columns are errors in three cases: they hold images under another name, their name is close to one that is read, or
+    other trainers use them to control what is learned or shown. All other columns are ignored. The table is in
+    `examples/data/README.md`.
+
+    The answers are found in the text that the chat template renders. An answer is all text behind the generation
+    prompt, including reasoning or its tags if the template writes them, and the token that ends the turn, so that the
+    model learns to stop. The labels of an answer are decoded and compared with this text. All other tokens have the
+    label -100: prompts, headers, image markers, padding.
 
     Args:
         processor ([`XAttnProcessor`]): its chat template renders the rows. If its tokenizer has no padding token,
             `eos_token` becomes the padding token.
-        train_on (`str`, defaults to `"answers"`): `"answers"`: all assistant messages, or those of the completion in a
-            row with `prompt` and `completion`, but for those with a `weight` of 0 (or another name of it: `train`,
-            `training`, `loss`, `loss_scale`, `loss_weight`). `"all"`: the
-            whole text.
-        max_length (`int`, *optional*): longer rows are cut at the tokenizer's `truncation_side`. A row that loses all
-            its answers or an image marker raises an error. The `max_length` of TRL's `SFTConfig` does not reach a
+        train_on (`str`, defaults to `"answers"`): `"answers"` trains on all assistant messages, or on those of the
+            completion in a row with `prompt` and `completion`. Messages with a `weight` of 0 are left out; other names
+            of `weight` are `train`, `training`, `loss`, `loss_scale` and `loss_weight`. `"all"` trains on the whole
+            text.
+        max_length (`int`, *optional*): longer rows are cut at the tokenizer's `truncation_side`. If a row loses all
+            its answers or an image marker, this is an error. The `max_length` of TRL's `SFTConfig` does not reach a
             collator.
-        padding_side (`str`, *optional*): `"left"` or `"right"`, the default, also if the tokenizer pads at the left for
-            `generate`: a decoder with absolute positions (GPT-2, BERT) counts padding at the left as text.
+        padding_side (`str`, *optional*): `"left"` or `"right"`. The default is `"right"`, even if the tokenizer pads on
+            the left for `generate`, because a decoder with absolute positions (GPT-2, BERT) counts padding on the left
+            as text.
         pad_to_multiple_of (`int`, *optional*): lengths are rounded up to a multiple of this number.
-        share_images (`bool`): rows with the same images, in the same order, share one copy of them, and rows without an
-            image have none. The batch says so in `image_rows`. Vision tower and K/V projections then run once for all
-            questions about a picture, with the same gradients. For that, rows about one picture must stand next to one
-            another in the data (`train_sampling_strategy="sequential"` of `TrainingArguments`).
-        padding_free (`bool`): all rows become one row without padding, whose `position_ids` start again at each (see
-            `parts/packed_rows.py`). Each still sees its own text and images only. A decoder that cannot do this says
-            so.
-        features ([`VisionFeatures`], *optional*): what the vision tower has returned for the images, which are then
-            files. Batches hold `vision_features` in place of `pixel_values`, and no image is read.
+        share_images (`bool`): rows with the same images in the same order share one copy of these images in the batch,
+            and `image_rows` of the batch tells which row uses which copy. The vision tower and the K/V projections then
+            run once for all questions about an image. The gradients are the same. Rows about one image must be next to
+            one another in the data, with `train_sampling_strategy="sequential"` in `TrainingArguments`.
+        padding_free (`bool`): all rows of the batch become one packed row without padding. Its `position_ids` start at
+            0 again for each row (see `parts/packed_rows.py`), and each row sees only its own text and images. The model
+            raises an error if its decoder cannot do this.
+        features ([`VisionFeatures`], *optional*): stored outputs of the vision tower for the images, which must then be
+            files. Batches hold `vision_features` instead of `pixel_values`, and no image is decoded.
 
     Raises:
         TypeError: if `processor` is not an `XAttnProcessor`, or `features` are not `VisionFeatures`.
-        ValueError: for unknown options or options that exclude one another, for a tokenizer that gives no offsets or
+        ValueError: for unknown options, for options that exclude one another, for a tokenizer that gives no offsets or
             has neither a padding nor an EOS token, and for features that were made with another image processor.
 
     Example:
@@ -126,7 +138,7 @@ class XAttnDataCollator:
                     "Expected a tokenizer with `pad_token` or `eos_token`, got one with neither. Set "
                     "`processor.tokenizer.pad_token`."
                 )
-            tokenizer.pad_token = tokenizer.eos_token  # safe: padding is known by its position
+            tokenizer.pad_token = tokenizer.eos_token  # safe: this class knows the padding by its position
         if features is not None and not isinstance(features, VisionFeatures):
             raise TypeError(f"Expected `features` to be VisionFeatures, got {type_name(features)}.")
         self.processor = processor
@@ -140,13 +152,17 @@ class XAttnDataCollator:
         self.padding_free = padding_free
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Makes a batch of rows, which are not changed. Raises an error that names a row that cannot be trained on.
+        """Makes a batch of rows. The rows are not changed.
 
         Returns:
-            `dict`: `input_ids`, `attention_mask` and `labels` `(batch, text_len)`, and, if a row has an image, the
-            processor's image inputs (with `features`, `vision_features`). With `share_images` these have a batch of
-            their own, and `image_rows` `(batch,)` names the image row of each row. With `padding_free` the batch is 1,
-            and `position_ids` `(1, text_len)` come in place of `attention_mask`.
+            `dict`: `input_ids`, `attention_mask` and `labels`, each `(batch, text_len)`. If a row has an image, also
+            the image inputs of the processor, or `vision_features` if the collator has `features`. With `share_images`
+            the image inputs have a batch size of their own, and `image_rows` `(batch,)` names the image row of each
+            row. With `padding_free` the batch size is 1, and there are `position_ids` `(1, text_len)` instead of
+            `attention_mask`.
+
+        Raises:
+            TypeError, ValueError: for a row that cannot be trained on. The message names the row.
         """
         if not isinstance(rows, (list, tuple)):
             raise TypeError(f"Expected `rows` to be a list of rows, got {type_name(rows)}.")
@@ -167,7 +183,7 @@ class XAttnDataCollator:
             made = _named(index, conversation, self._labelled, conversation, ids[index][real], offsets[index][real])
             tokens.append(made)
         if self.padding_free:
-            images = batch.pop("image_mask", None)  # of all rows, the real images come in one row
+            images = batch.pop("image_mask", None)  # the real images of all rows are put into one row
             kept = {name: each.flatten(0, 1) if images is None else each[images] for name, each in batch.items()}
             return {**self._flattened(tokens), **{name: each[None] for name, each in kept.items()}}
         return {**self._padded(tokens), **(_share_images(batch) if self.share_images else batch)}
@@ -209,12 +225,12 @@ class XAttnDataCollator:
         return sorted(tokens - {self.processor.image_token})
 
     def _labels_of(self, text: str, spans: list[AnswerSpan], ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Labels for the tokens in the spans, -100 for all others. Checks that they decode to the text."""
+        """The tokens in the spans, and -100 for all others `(text_len,)`. Checks that they decode to the text."""
         labels = torch.full_like(ids, IGNORED)
         starts, ends = offsets.unbind(-1)
         for span in spans:
             inside = (starts < span.end) & (ends > span.start) & (ends > starts)
-            if inside.any():  # with spaces between words, whose offsets some tokenizers trim to nothing
+            if inside.any():  # the spaces between words too: some tokenizers give them empty offsets
                 places = inside.nonzero().flatten()
                 inside[int(places[0]) : int(places[-1]) + 1] = True
                 if span.prompted and int(starts[places[0]]) < span.start:
@@ -231,7 +247,7 @@ class XAttnDataCollator:
         return labels
 
     def _decodes_to(self, ids: torch.Tensor, expected: str) -> bool:
-        """Whether ids decode to a text, but for what the tokenizer changes: white space, case, unknown words."""
+        """Whether ids decode to a text. White space, case and unknown words, which tokenizers change, do not count."""
         decoded = squeezed(self._decode(ids))
         if decoded == squeezed(expected):
             return True
@@ -259,7 +275,7 @@ class XAttnDataCollator:
         return ids[kept], labels
 
     def _flattened(self, rows: list[_Tokens]) -> dict[str, torch.Tensor]:
-        """All rows in one. The first token of a row is no label: nothing of its own text comes before it."""
+        """All rows in one. The first token of each row is no label, because no token of its text stands before it."""
         parts = [(row.ids, row.labels.clone()) for row in rows]
         missing = -sum(len(row.ids) for row in rows) % (self.pad_to_multiple_of or 1)
         if missing:
@@ -281,13 +297,13 @@ class XAttnDataCollator:
             left = self.padding_side == "left"
             place = slice(length - len(row.ids), None) if left else slice(len(row.ids))
             ids[index, place], mask[index, place], labels[index, place] = row.ids, 1, row.labels
-            if left:  # the token before the first one is padding
+            if left:  # only padding stands in front of the first token, so nothing can predict it
                 labels[index, place.start] = IGNORED
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def _named(index: int, row: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function. Its errors name the row, by its index in the batch and its first words."""
+    """Calls a function, and adds the row's index in the batch and its first words to the message of an error."""
     try:
         return function(*args)
     except Exception as error:
@@ -309,7 +325,8 @@ def _first_words(row: Any) -> str:
 def _share_images(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Keeps one row of image inputs `(batch, num_images, ...)` for all rows with the same images in the same order.
 
-    Rows without an image have none. Adds `image_rows` `(batch,)`, if there is anything to share.
+    Rows without an image keep no row of image inputs. Adds `image_rows` `(batch,)` if fewer rows of image inputs are
+    left than there are rows.
     """
     if not images:
         return {}

@@ -1,7 +1,7 @@
-"""Which parts of a model train, at which rate and in which dtype, and the names of the modules that adapters go to.
+"""Decides which parts of a model train, at which rate and in which dtype, and names the modules that get adapters.
 
-A `LoraConfig` finds its layers by the end of their names, and `"q_proj"` is a layer of the decoder, of the blocks and
-of most vision towers: hence whole names.
+PEFT's `LoraConfig` finds layers by the end of their names. But `"q_proj"` is the name of layers in the decoder, in the
+blocks and in most vision towers, so this file returns complete names.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def freeze(
     blocks: bool = False,
     names: Mapping[str, bool] | None = None,
 ) -> Any:
-    """Freezes the parts that are True, and lets the others train. What an earlier call has set does not matter.
+    """Freezes the parts whose argument is True, and lets all others train. Each call decides anew about all parts.
 
-    A frozen module stays in evaluation mode when the model is in training mode: no dropout, no router noise, and batch
-    norms keep their statistics.
+    A frozen module stays in evaluation mode when the model is in training mode: there is no dropout and no router
+    noise, and batch norms keep their statistics.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): changed in place.
@@ -49,16 +49,17 @@ def freeze(
         vision (`bool`, defaults to `True`): the vision tower.
         connector (`bool`, defaults to `False`): the connector.
         blocks (`bool`, defaults to `False`): the cross-attention blocks.
-        names (`dict[str, bool]`, *optional*): exceptions: for patterns of parameter names, True to freeze and False to
-            train, for example `{"*.lm_head.*": False}`. The last pattern that matches a name decides.
+        names (`dict[str, bool]`, *optional*): exceptions, for example `{"*.lm_head.*": False}`. The keys are patterns
+            of parameter names. True freezes these parameters, and False lets them train. If several patterns match a
+            name, the last one decides.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: for a model without blocks, or a wrapper around one.
-        ValueError: for quantized weights that shall train, a pattern that no name matches, or PEFT's adapters. The
-            model is not changed then.
+        TypeError: for a model without blocks, or for a wrapper around a model.
+        ValueError: for quantized weights that should train, for a pattern that matches no name, or for a model with
+            PEFT's adapters. The model is not changed in these cases.
 
     Example:
 
@@ -73,21 +74,21 @@ def freeze(
     for name, weight in model.named_parameters():
         weight.requires_grad_(chosen[name])
         if not chosen[name]:
-            weight.grad = None  # an optimizer would take one more step with it
+            weight.grad = None  # with this gradient, an optimizer would take one more step
     if model.training:
         model.train()
     return model
 
 
 def _choose(model: Any, names: Mapping[str, bool] | None, **frozen: bool) -> dict[str, bool]:
-    """Returns for each parameter name whether it trains after `freeze`. Changes nothing."""
+    """Returns for each parameter name whether `freeze` lets it train. Changes nothing."""
     body = body_of(model)
     if any("base_layer" in each._modules or "original_module" in each._modules for each in body.modules()):
         raise ValueError(
             "Expected `model` without PEFT's adapters, got adapters inside it: PEFT decides what trains. Call `freeze` "
             "before `get_peft_model`, and pass `modules_to_save=added_modules(model)`."
         )
-    weights = list(model.named_parameters(remove_duplicate=False))  # a tied weight goes by all its names
+    weights = list(model.named_parameters(remove_duplicate=False))  # a tied weight is listed under all its names
     prefix = "" if body is model else "model."
     parts = {name: part_of(name.removeprefix(prefix)) for name, _ in weights}
     trains = {id(weight): not frozen[parts[name]] for name, weight in reversed(weights)}
@@ -110,12 +111,14 @@ def body_of(model: Any) -> XAttnModel:
         return model
     raise TypeError(
         f"Expected `model` to be an XAttnForConditionalGeneration or an XAttnModel, got {type(model).__name__}. "
-        "`retrofit` makes such a model. Of a model inside PEFT's wrapper pass `get_base_model()`."
+        "`retrofit` makes such a model. If the model is inside PEFT's wrapper, pass `model.get_base_model()`."
     )
 
 
 def part_weights(model: Any) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
-    """Yields part, name, weight and owner of each parameter, also of a model inside PEFT's wrapper."""
+    """Yields the part, the name, the weight and the owning module of each parameter. The model may be inside PEFT's
+    wrapper.
+    """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     body = body_of(inner)
     owners = {id(weight): each for each in body.modules() for weight in each._parameters.values()}
@@ -124,10 +127,10 @@ def part_weights(model: Any) -> Iterator[tuple[str, str, nn.Parameter, nn.Module
 
 
 def training_table(model: Any) -> str:
-    """Returns a table of what trains: for each part its parameters, those that train, and the memory they need.
+    """Returns a table of what trains: the parameters of each part, how many of them train, and the memory they need.
 
-    `weights` are the bytes of all weights, `gradients` of those that train, and `AdamW` of its two averages, in the
-    dtype of the weights. Activations are not counted.
+    The column `weights` has the bytes of all weights, `gradients` those of the gradients, and `AdamW` those of the two
+    averages that AdamW keeps of each trained weight, in the dtype of the weights. Activations are not counted.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper.
@@ -174,9 +177,19 @@ def _called(part: str, name: str, model: Any) -> str:
 
 
 def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XAttnForConditionalGeneration:
-    """Freezes all weights except those of the blocks and the connector: `freeze(model, vision=vision)`, same errors.
+    """Freezes all weights except those of the blocks and the connector. The same as `freeze(model, vision=vision)`.
 
-    The base may be quantized: then too the blocks and the connector train, in high precision.
+    The text model may be quantized. The blocks and the connector train in high precision in this case, too.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`]): changed in place.
+        vision (`bool`, defaults to `True`): freeze the vision tower, too.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError, ValueError: as [`freeze`].
 
     Example:
 
@@ -205,10 +218,14 @@ def lora_targets(
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that gets the adapter. It may be
             quantized, or have adapters already.
-        where (`str`, defaults to `"text"`): `"text"`: the decoder's own layers, without its head; `"blocks"`: the
-            cross-attention blocks; `"both"`; `"vision"`: the vision tower, which no other choice contains.
-        projections (`list[str]`, *optional*): only layers with these names, such as `["q_proj", "v_proj"]`. Default:
-            all linear layers. Experts in one tensor are none: PEFT's `target_parameters` takes them.
+        where (`str`, defaults to `"text"`): `"text"` for the decoder's own layers, without its head; `"blocks"` for the
+            cross-attention blocks; `"both"` for these two; `"vision"` for the vision tower.
+        projections (`list[str]`, *optional*): take only layers with these names, such as `["q_proj", "v_proj"]`. By
+            default, all linear layers are taken. Experts whose weights are in one tensor are not linear layers; pass
+            them as PEFT's `target_parameters`.
+
+    Returns:
+        `list[str]`: complete names of modules in `model`.
 
     Raises:
         TypeError: for a model without blocks.
@@ -249,9 +266,15 @@ def lora_targets(
 
 
 def added_modules(model: XAttnForConditionalGeneration | XAttnModel) -> list[str]:
-    """Returns the names of blocks and connector for `LoraConfig(modules_to_save=...)`, which trains all their weights.
+    """Returns the names of the blocks and the connector, for `LoraConfig(modules_to_save=...)`.
 
-    Raises a `TypeError` for a model without blocks.
+    With `modules_to_save`, all weights of these modules train and are saved with the adapter.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that gets the adapter.
+
+    Raises:
+        TypeError: for a model without blocks.
 
     Example:
 
@@ -272,13 +295,13 @@ def added_modules(model: XAttnForConditionalGeneration | XAttnModel) -> list[str
 
 
 def _linear_layers(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Names of linear layers. For a layer with an adapter it is the name of the layer, not of the parts inside."""
+    """Yields the names of linear layers. A layer with an adapter counts as one: its inner modules are not named."""
     for name, child in module.named_children():
         inner = child._modules.get("base_layer")
         layer = child if inner is None else inner
         if isinstance(layer, (nn.Linear, Conv1D)) or is_packed(layer):
             yield prefix + name
-        elif inner is None and "original_module" not in child._modules:  # of `modules_to_save`: trains whole
+        elif inner is None and "original_module" not in child._modules:  # `modules_to_save` train whole
             yield from _linear_layers(child, f"{prefix}{name}.")
 
 
@@ -289,31 +312,33 @@ def parameter_groups(
     include_frozen: bool = False,
     started_rate: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Returns groups for an optimizer of torch: `torch.optim.AdamW(parameter_groups(model, 1e-4, 0.1))`.
+    """Returns parameter groups for an optimizer of torch: `torch.optim.AdamW(parameter_groups(model, 1e-4, 0.1))`.
 
-    Gates, norms and biases get no weight decay. A gate that decays closes the block; norms decay towards zero, not
-    towards one.
+    Gates, norms and biases get no weight decay. Decay would move a gate towards zero, which closes its block, and the
+    weight of a norm towards zero, although its neutral value is one.
 
     Args:
-        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper: adapters of
-            the text model belong to the part `text`, copies of `modules_to_save` to the part they stand for.
-        learning_rate (`float` or `dict[str, float]`): of all parts, or of each: `text`, `vision`, `connector`,
-            `blocks`.
-        weight_decay (`float` or `dict[str, float]`, defaults to 0.0): of all parts, or of each. A part that a `dict`
-            does not name has none.
-        include_frozen (`bool`, defaults to `False`): also parameters that are frozen now, for a run that thaws them
-            later. An optimizer passes over them until they have gradients, and needs no memory for them. Quantized
-            weights are left out.
-        started_rate (`float`, defaults to 1.0): share of the learning rate for weights that do not start at zero, as
-            after [`align_connector`]: all but the last projections of blocks (see `training/trainer.py`).
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, which may be inside PEFT's wrapper.
+            Adapters of the text model belong to the part `text`. A copy that `modules_to_save` has made belongs to the
+            part that it replaces.
+        learning_rate (`float` or `dict[str, float]`): the learning rate of all parts, or of each part by name: `text`,
+            `vision`, `connector`, `blocks`.
+        weight_decay (`float` or `dict[str, float]`, defaults to 0.0): the weight decay of all parts, or of each part by
+            name. A part that a `dict` does not name has none.
+        include_frozen (`bool`, defaults to `False`): include parameters that are frozen now, for a run that thaws them
+            later. An optimizer skips them until they have gradients, and needs no memory for them until then.
+            Quantized weights are left out.
+        started_rate (`float`, defaults to 1.0): share of the learning rate for all weights that do not start at zero.
+            Only the last projections of the blocks start at zero. Use it after [`align_connector`]; the reason is in
+            `training/trainer.py`.
 
     Returns:
         `list[dict]`: groups with `params`, `lr`, `weight_decay` and `name`. No group is empty.
 
     Raises:
-        TypeError: for a model without blocks, or a rate that is no number.
-        ValueError: for an unknown part, a part that trains without a learning
-            rate, a weight that trains in no part (the prompts of PEFT's prompt tuning), or if nothing trains.
+        TypeError: for a model without blocks, or for a rate that is not a number.
+        ValueError: for an unknown part, for a part that trains but has no learning rate, for a weight that trains and
+            belongs to no part (such as the prompts of PEFT's prompt tuning), or if nothing trains.
 
     Example:
 
@@ -360,7 +385,7 @@ def parameter_groups(
 
 
 def starts_at_zero(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that start at zero: those of the last projections of blocks."""
+    """Returns the weights that start at zero: those of the last projections of the blocks."""
     layers = [layer for layer in model.modules() if getattr(layer, "zero_init", False)]
     return [weight for layer in layers for weight in layer.parameters()]
 
@@ -374,16 +399,18 @@ def _by_part(argument: str, given: Any) -> dict[str, float]:
 
 
 def train_in_float32(model: Any) -> Any:
-    """Converts the weights that train from half precision to float32. Frozen weights keep their dtype and memory.
+    """Converts the weights that train from half precision to float32. Frozen weights keep their dtype.
 
-    In half precision small updates are lost (see `learning/frozen.py`). Blocks and connector then work as they
-    are, beside a frozen text model and tower in half precision. Text models and towers that train in part need
-    autocast, because their layers do not convert what they pass on: `bf16=True` of `TrainingArguments`, or
-    `torch.autocast`.
+    In half precision, small updates are lost (see `learning/frozen.py`). Blocks and connector in float32 work without
+    further settings next to a frozen text model and vision tower in half precision. If only a part of the text model or
+    of the tower trains, use autocast (`bf16=True` of `TrainingArguments`, or `torch.autocast`), because their layers do
+    not convert between the two dtypes.
 
-    Call it after `freeze` or `get_peft_model`, and before the first step of an optimizer and before the model is
-    sharded. A saved model is loaded in the dtype of its text model, with a warning of what that rounds, unless
-    `from_pretrained` gets a `dtype`; gates and norms stay float32.
+    Call this function after `freeze` or `get_peft_model`, before the first step of an optimizer, and before the model
+    is sharded.
+
+    `from_pretrained` loads a saved model in the dtype of its text model, and warns of the weights that this rounds.
+    Pass `dtype=torch.float32` to keep them. Gates and norms always stay float32.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): changed in place, also inside PEFT's wrapper.
@@ -393,7 +420,7 @@ def train_in_float32(model: Any) -> Any:
 
     Raises:
         TypeError: for a model without blocks.
-        ValueError: if nothing trains, or for sharded weights.
+        ValueError: if nothing trains, or if weights are sharded.
 
     Example:
 
@@ -422,7 +449,7 @@ def train_in_float32(model: Any) -> Any:
 
 
 def sharding_units(model: Any) -> list[nn.Module]:
-    """Returns the modules that FSDP2 shards one by one, for runs without accelerate, which finds them by itself.
+    """Returns the modules that FSDP2 should shard one by one. A run with accelerate does not need this function.
 
     ```python
     for unit in hf_xattn.sharding_units(model):
@@ -430,16 +457,16 @@ def sharding_units(model: Any) -> list[nn.Module]:
     fully_shard(model)  # the rest: embeddings and head
     ```
 
-    These are the decoder's layers, each with its block, the layers of the vision tower, the tower and the connector. In
-    half precision, gates and norms are float32, and FSDP2 wants one dtype in a unit: then the projections of a block
-    are units of their own, too.
+    The modules are the decoder's layers (each with its block), the layers of the vision tower, the tower itself and the
+    connector. FSDP2 needs one dtype in each unit. In half precision, gates and norms are float32, so the projections of
+    a block are units of their own in this case.
 
     Args:
-        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper.
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, which may be inside PEFT's wrapper.
 
     Returns:
-        `list[nn.Module]`: modules of `model`, those inside others first. Of a layer in a checkpoint wrapper, the
-        wrapper.
+        `list[nn.Module]`: modules of `model`; a module inside another one comes before it. For a layer in a checkpoint
+        wrapper, the list has the wrapper.
 
     Raises:
         TypeError: for a model of another kind.

@@ -1,19 +1,21 @@
-"""`--text-share` and `--distill-text`: a picture must not change what does not concern it.
+"""Keeps text answers when a chat holds an image (`--text-share` and `--distill-text`).
 
-Blocks that are trained on pictures alone answer every question about the picture, also those that no picture concerns.
-So a run mixes in prompts without a picture, which the text model answers once before the run. If the answers were
-written by someone else, the blocks would not learn how the text model continues its own answers.
+Blocks that are trained on image questions only treat every question as one about the image. So a run mixes in text
+prompts, which the text model answers once before the run. If somebody else wrote the answers, the blocks would not
+learn how the text model continues its own answers.
 
-With a frozen text model a row without a picture gives no gradient: no block runs. So it is shown beside the picture of
-another row, and its answers are trained to be those of the model without the picture, token by token:
+Usual training cannot use such rows. Without an image no block runs, so with a frozen text model these rows give no
+gradient. They are therefore shown with the image of another row, and each token of the answer is trained to be as
+likely as without the image:
 
-    loss = (cross-entropy of rows with a picture + WEIGHT * KL(without the picture || beside it)) / labels
+    loss = (cross-entropy of rows with an image + WEIGHT * KL(without the image || beside it)) / labels
 
-summed over the labels of each kind of row, and divided by the labels of both, over all batches and processes of a step.
-Without a picture the blocks change nothing, so the teacher is the same model in the same memory: exactly the base.
+Both sums are over the labels of their rows in all batches and processes of a step. Both are divided by the number of
+all these labels. The teacher needs no memory of its own: without an image the blocks change nothing, so the model
+itself, called without the image, is exactly the text model.
 
-The picture of a row is that of the next row of the run that has one. That is a function of the row's place, so a run
-that is resumed shows the same one, whichever process or worker reads it.
+A text row gets the image of the next row of the run that has one. This depends only on the row's place in the run, so
+a resumed run shows the same image, whichever process or worker reads the row.
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ from .launch import is_first_process, on_device, say
 
 
 KEPT_TEXT_FILE = "kept_text.jsonl"
-PROMPTS = Path(__file__).with_name("text_prompts.txt")  # those that come with the package
+PROMPTS = Path(__file__).with_name("text_prompts.txt")  # the prompts that come with the package
 BATCH, MAX_NEW_TOKENS = 16, 32
-SEARCHED = 4096  # rows behind one without a picture that are searched for one
-KNOWN = 2**16  # places that a reader remembers
-DISTILLED, TEACHER = "distilled", "teacher_"  # names in a batch
+SEARCHED = 4096  # most rows behind a text row that are searched for an image
+KNOWN = 2**16  # most places of which a reader remembers whether they have an image
+DISTILLED, TEACHER = "distilled", "teacher_"  # a name, and the beginning of names, in a batch
 TURNED_OFF = "`--text-share 0` without `--distill-text` turns it off"
-# A chat that any picture fits.
+# A chat that works with any image, to test whether an image can be used.
 NEUTRAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -59,30 +61,35 @@ TextRow = dict[str, Any]  # `messages`: a prompt, and the text model's answer
 
 
 def beside(row: Mapping[str, Any], picture: Any) -> dict[str, Any]:
-    """The row with a picture where the pictures of rows stand: in front of the first user message."""
+    """Returns the row with an image, which the collator puts in front of the first user message."""
     return {**row, "images": [picture]}
 
 
 class DistillingCollator:
-    """Makes batches in which some rows stand beside a picture that they do not have, and once more without it.
+    """Makes batches in which text rows are shown with an image of another row, and a second time without it.
 
     Args:
-        collate ([`XAttnDataCollator`]): makes the batches, one text a row.
+        collate ([`XAttnDataCollator`]): makes the batches. It must keep one text a row (no `padding_free`).
     """
 
     def __init__(self, collate: XAttnDataCollator):
         self.collate = collate
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Makes a batch. `pictures` has a picture for each row to distil, and None for each other one.
+        """Makes a batch.
+
+        Args:
+            rows (`Sequence`): rows as for [`XAttnDataCollator`].
+            pictures (`Sequence`): for each text row that is distilled, the image to show it with; None for all others.
 
         Returns:
-            `dict`: the batch of [`XAttnDataCollator`]. If a row has a picture given, also `distilled` `(batch,)`, True
-            for such rows, and `teacher_input_ids`, `teacher_attention_mask` and `teacher_labels` `(rows to distil,
-            teacher_len)`, the same rows without it. The labels of both are the same tokens.
+            `dict`: the batch of [`XAttnDataCollator`]. If rows are distilled, it also has `distilled` `(batch,)`, which
+            is True for these rows, and `teacher_input_ids`, `teacher_attention_mask` and `teacher_labels`, each
+            `(distilled rows, teacher_len)`: these rows without the image. Their labels are the same tokens as those
+            with the image.
 
         Raises:
-            ValueError, TypeError: as the collator, and for a text that has other answer tokens beside a picture.
+            ValueError, TypeError: as the collator, and for a text whose answer has other tokens with an image.
         """
         given = [picture is not None for picture in pictures]
         shown = [row if picture is None else beside(row, picture) for row, picture in zip(rows, pictures, strict=True)]
@@ -91,7 +98,7 @@ class DistillingCollator:
         except (TypeError, ValueError) as error:
             if given != [True]:
                 raise
-            raise type(error)(f"{error} This is beside the picture of another row ({TURNED_OFF}).") from error
+            raise type(error)(f"{error} The row was shown with the image of another row ({TURNED_OFF}).") from error
         if not any(given):
             return batch
         teacher = self.collate([row for row, chosen in zip(rows, given) if chosen])
@@ -100,13 +107,13 @@ class DistillingCollator:
             student, length = batch["labels"][row], int(batch["attention_mask"][row].sum())
             said, places = student[student != IGNORED], (own != IGNORED).nonzero().flatten()
             places, left = places[: len(said)], places[len(said) :]
-            # A marker makes a text longer, so that a cut takes more of it.
+            # The marker makes the text longer, so `max_length` may cut off more of the answer than without the image.
             whole = self.collate.max_length is None or length < self.collate.max_length
             if not torch.equal(own[places], said) or (whole and len(left)):
                 raise ValueError(
-                    f"Row {row} of the batch: Expected the same answer tokens with a picture in front of the text as "
+                    f"Row {row} of the batch: Expected the same answer tokens with an image in front of the text as "
                     "without one, got others: the chat template or the tokenizer writes the answer in another way "
-                    f"beside a picture. Change the template, or train without this ({TURNED_OFF})."
+                    f"beside an image. Change the template, or train without this ({TURNED_OFF})."
                 )
             own[left] = IGNORED
             ends.append(int(places[-1]) + 1)
@@ -116,7 +123,7 @@ class DistillingCollator:
         return {**batch, **{f"{TEACHER}{name}": tensor for name, tensor in teacher.items()}}
 
     def error_of(self, picture: Any) -> Exception | None:
-        """Why no text can stand beside a picture, or None."""
+        """Returns the error of an image that cannot be used for text rows, or None."""
         try:
             self.collate([beside({"messages": NEUTRAL}, picture)])
         except (TypeError, ValueError) as error:
@@ -125,15 +132,15 @@ class DistillingCollator:
 
 
 class DistillingReader(RowReader):
-    """Reads the rows of a batch, and shows each row without a picture beside that of the next row that has one.
+    """Reads the rows of a batch, and shows each text row with the image of the next row that has one.
 
-    Rows to evaluate on stay as they are. Arguments as of [`RowReader`].
+    Rows to evaluate on are not changed. The arguments are those of [`RowReader`].
     """
 
     def __init__(self, collate: XAttnDataCollator, on_bad: Callable[[Rows, Problem], Any] | None):
         super().__init__(collate, on_bad)
         self.distilling = DistillingCollator(collate)
-        self._has_picture: dict[int, bool] = {}  # of places of the run: what the data say, however often it is asked
+        self._has_picture: dict[int, bool] = {}  # by the place in the run
 
     def batch_of(self, read: Sequence[tuple[Place, dict[str, Any]]]) -> Any:
         while True:
@@ -142,12 +149,12 @@ class DistillingReader(RowReader):
             try:
                 return self.distilling([row for _, row in read], pictures)
             except (TypeError, ValueError):
-                # A picture that cannot be read is the fault of its own row.
+                # If an image cannot be read, the row that it comes from is bad, not the text row.
                 if not self._leave_out([each for each in chosen if each is not None]):
                     raise
 
     def _picture_for(self, place: Place, row: dict[str, Any]) -> tuple[Place, dict[str, Any]] | None:
-        """The row whose picture a row is shown beside. None for one with a picture of its own, or to evaluate on."""
+        """Returns the row whose image a text row is shown with. None for a row with an image, or to evaluate on."""
         rows, start = place
         if isinstance(rows, Rows) or picture_parts(row):
             return None
@@ -161,20 +168,20 @@ class DistillingReader(RowReader):
                     return Place(rows, number), found
         inside, index = resolved(place)
         raise BadRowError(
-            f"Expected a row with a picture in the {SEARCHED} rows that follow {inside.where(index)} in the run, got "
-            "none. Add rows with pictures, give those that there are more weight (`--data SOURCE:WEIGHT`), or show no "
-            f"text beside pictures ({TURNED_OFF})."
+            f"Expected a row with an image in the {SEARCHED} rows that follow {inside.where(index)} in the run, got "
+            "none. Add rows with images, give them more weight (`--data SOURCE:WEIGHT`), or do not show text rows with "
+            f"images ({TURNED_OFF})."
         )
 
     def _leave_out(self, chosen: Sequence[tuple[Place, dict[str, Any]]]) -> bool:
-        """Whether a picture among the chosen ones cannot be used. It is not chosen again."""
+        """Returns whether one of the chosen images cannot be used. Such an image is not chosen again."""
         found = False
         for place, row in chosen:
             error = self.distilling.error_of(picture_of(picture_parts(row)[0]))
             if error is None:
                 continue
             rows, index = resolved(place)
-            if self.on_bad is None:  # else it is named when its own turn comes
+            if self.on_bad is None:  # otherwise its row is named when the run reads it
                 self.refuse(place, reason_of(row, error, rows.folder_of(index)))
             found, self._has_picture[place.place] = True, False
         return found
@@ -184,15 +191,15 @@ def _read(place: Place) -> dict[str, Any] | None:
     rows, index = resolved(place)
     try:
         return rows.read(index)
-    except (TypeError, ValueError):  # named when its own turn comes
+    except (TypeError, ValueError):  # the row is named when the run reads it
         return None
 
 
 def read_prompts(file: Path) -> list[str]:
-    """The different lines of a text file that are not empty.
+    """Returns the lines of a text file, without empty and repeated ones.
 
     Raises:
-        ValueError: for a file that is missing, cannot be read, or has no prompt.
+        ValueError: for a file that is missing, that cannot be read, or that has no prompt.
     """
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
@@ -215,13 +222,15 @@ def text_rows(
     folder: Path,
     device: torch.device,
 ) -> list[TextRow]:
-    """The prompts with the text model's answers: those that the folder of the run holds, or new ones, kept there.
+    """Returns the prompts with answers of the text model, from the folder of the run or newly made and saved there.
 
-    The first process answers and sends the rows to the others, which call this, too, and may not see its folder.
+    All processes call this. The first one answers and sends the rows to the others, which may not see its folder.
 
     Args:
-        collate ([`DistillingCollator`]), picture: what the rows are tried with; None tries none.
-        device (`torch.device`): where the first process answers.
+        collate ([`DistillingCollator`]): checks whether the rows can be trained on.
+        picture (`Any`): the image that the check shows the rows with. None leaves out the check.
+        folder (`Path`): the folder of the run.
+        device (`torch.device`): where the first process runs the text model.
     """
     rows: list[list[TextRow]] = [[]]
     if is_first_process():
@@ -235,7 +244,7 @@ def text_rows(
 
 
 def source_of(rows: Sequence[TextRow], folder: Path, weight: float) -> Source:
-    """A source of rows that are held in memory; errors name the file of the run."""
+    """Makes a source of rows that are held in memory. Errors name the file of these rows in the run's folder."""
     file = Table(str(folder / KEPT_TEXT_FILE), rows, range(len(rows)), digest_of_rows(rows))
     return Source(KEPT_TEXT_FILE, [file], None, weight)
 
@@ -279,7 +288,7 @@ def _lines(rows: Sequence[TextRow]) -> str:
 
 
 def _fitting(rows: Sequence[TextRow], collate: DistillingCollator, picture: Any) -> tuple[list[TextRow], str | None]:
-    """The rows that can be trained on beside a picture, and what is wrong with the first of the others."""
+    """Returns the rows that can be trained on with an image, and the reason why the first of the others cannot."""
     if picture is None:
         return list(rows), None
 

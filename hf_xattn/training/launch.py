@@ -1,4 +1,4 @@
-"""Which of several processes this one is, as `torchrun`, `accelerate launch` or MPI say it in the environment."""
+"""Tells which of several processes this one is. `torchrun`, `accelerate launch` and MPI set it in the environment."""
 
 from __future__ import annotations
 
@@ -22,27 +22,30 @@ def is_first_process() -> bool:
 
 
 def _as_launched() -> Any:
-    """Rank and number of processes, as the launcher has set them, also for GPUs."""
-    from accelerate.utils import get_cpu_distributed_information  # an environment of vLLM has no accelerate
+    """Returns rank and number of processes, as the launcher has set them, for CPUs and GPUs."""
+    # Imported here, because an environment for vLLM has no accelerate.
+    from accelerate.utils import get_cpu_distributed_information
 
     return get_cpu_distributed_information()
 
 
 def gpus_of_a_process(device: str) -> int:
-    """How many batches `Trainer` splits between the GPUs of this process (`DataParallel`); 1 without GPUs."""
+    """Returns the number of GPUs on which `Trainer` runs this process (`DataParallel`), or 1 without a GPU."""
     alone = num_processes() == 1 and device != "cpu"
     return max(1, torch.cuda.device_count()) if alone else 1
 
 
 def say(text: Any) -> None:
-    """Prints in the first process only."""
+    """Prints a text, in the first process only."""
     if is_first_process():
         print(text, flush=True)
 
 
 def on_device(model: Any, device: torch.device, function: Callable[[], Made]) -> Made:
-    """Calls a function with a model on a device, or where the model is if it does not fit there. It is then where it
-    was. Quantized weights stay on their device.
+    """Calls a function while a model is on a device, and moves the model back afterwards.
+
+    If the model does not fit into the memory of the device, the function is called where the model is. A model with
+    quantized weights is not moved.
     """
     home = model.device
     if home.type != "cpu" or device.type == "cpu" or any(map(is_quantized, model.parameters())):
@@ -50,8 +53,8 @@ def on_device(model: Any, device: torch.device, function: Callable[[], Made]) ->
     try:
         model.to(device)
         return function()
-    except torch.OutOfMemoryError:  # such as of a model that trains in shards
-        say(f"The model does not fit into the memory of {device}, so the CPU does this.")
+    except torch.OutOfMemoryError:  # for example if the run trains the model in shards
+        say(f"The model does not fit into the memory of {device}, so this runs on the CPU.")
         model.to(home)
         return function()
     finally:

@@ -1,7 +1,7 @@
-"""Whether a model uses its pictures: the loss of rows with their own picture, and with that of another row.
+"""Measures whether a model uses its images: the loss of rows with their own image, and with the image of another row.
 
-The loss of a run falls, too, where a model only learns how answers begin and which one is frequent. Such a model
-answers as before beside any picture. So the same rows are read twice, and the difference of a row counts.
+The training loss also falls when a model only learns how answers begin and which answer is frequent. The answers of
+such a model do not depend on the image. So the same rows are read twice, and the two losses of each row are compared.
 """
 
 from __future__ import annotations
@@ -21,28 +21,33 @@ from .freezing import body_of
 
 logger = logging.get_logger(__name__)
 
-# Image inputs of a batch, which have its rows in front.
+# Image inputs of a batch. Their first axis is the row.
 OF_IMAGES = ("pixel_values", "vision_features", "cross_attention_states")
 BESIDE_IMAGES = ("image_mask", "cross_attention_mask", "aspect_ratio_ids", "aspect_ratio_mask")
 MOST_ROWS = 64
-SURE = 3.0  # standard errors
+SURE = 3.0  # the difference must be larger than this many standard errors
 WHAT_HELPS = "More steps, a higher learning rate or more rows help; examples/training/README.md tells of each."
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """What each position predicts: the label of the next one, and nothing at the end. `(batch, text_len)`."""
+    """Returns what each position predicts `(batch, text_len)`: the label of the next position, and -100 at the end."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def keeps_logits(text_model: Any) -> bool:
-    """Whether a text model computes logits at some positions alone."""
+    """Whether a text model can compute logits at chosen positions only."""
     return "logits_to_keep" in inspect.signature(text_model.forward).parameters
 
 
 def at_labels(labels: torch.Tensor, keeps: bool) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The labels of the positions whose logits are computed `(batch, count)`, and what the model needs for that.
+    """Chooses the positions whose logits are computed: those that predict a label in at least one of the rows.
 
-    These are positions that predict a label in one of the rows; all, if the model does not keep some (`keeps`).
+    Args:
+        labels (`torch.LongTensor`): `(batch, text_len)`.
+        keeps (`bool`): whether the model can compute logits at chosen positions. Otherwise all positions are chosen.
+
+    Returns:
+        What the chosen positions predict `(batch, count)`, and the arguments of the model that choose them.
     """
     targets = shifted(labels)
     places = (targets != IGNORED).any(0).nonzero().flatten()
@@ -52,12 +57,13 @@ def at_labels(labels: torch.Tensor, keeps: bool) -> tuple[torch.Tensor, dict[str
 
 
 class PictureUse(NamedTuple):
-    """What pictures do to the loss of rows.
+    """How much the loss of rows depends on their images.
 
     Attributes:
-        own, another (`float`): mean loss of a label, in nats, with the picture of the row, and with that of another.
-        rows (`int`): how many were read.
-        surely (`float`): by how many standard errors the mean difference of a row is above zero.
+        own (`float`): mean loss of a label, in nats, with the row's own image.
+        another (`float`): the same with the image of another row.
+        rows (`int`): number of rows that were read.
+        surely (`float`): the mean difference of the two losses of a row, divided by its standard error.
     """
 
     own: float
@@ -67,12 +73,12 @@ class PictureUse(NamedTuple):
 
     @property
     def uses(self) -> bool:
-        """Whether the model uses its pictures: beside another one, answers are less likely than chance explains."""
+        """Whether the model uses its images: the loss with another image is higher than chance explains."""
         return self.surely > SURE
 
     def __str__(self) -> str:
         told = f"loss {self.own:.2f} with them, {self.another:.2f} with those of other rows ({self.rows} rows)"
-        return f"The model uses its pictures: {told}" if self.uses else f"The model does not use its pictures: {told}"
+        return f"The model uses its images: {told}" if self.uses else f"The model does not use its images: {told}"
 
 
 @torch.no_grad()
@@ -84,17 +90,19 @@ def picture_use(
     batch_size: int = 8,
     most_rows: int = MOST_ROWS,
 ) -> PictureUse | None:
-    """Measures what the pictures of rows do to the loss of their answers.
+    """Measures how much the loss of answers rises if each row gets the image of another row.
 
     Args:
-        model ([`XAttnForConditionalGeneration`]): also in a wrapper of PEFT. It is read in evaluation mode.
-        rows (`Sequence`): what `collate` takes, such as rows for [`XAttnDataCollator`]. Of more than `most_rows`, some
-            at equal distances are read.
-        collate (`Callable`): makes a batch with `labels` of a list of rows, such as an [`XAttnDataCollator`].
-        batch_size (`int`, defaults to 8): rows at a time, at least 2: a row gets the picture of another one of them.
+        model ([`XAttnForConditionalGeneration`]): the model, which may be inside PEFT's wrapper. It is evaluated in
+            evaluation mode.
+        rows (`Sequence`): rows that `collate` takes, such as rows for [`XAttnDataCollator`].
+        collate (`Callable`): makes a batch with `labels` from a list of rows, such as an [`XAttnDataCollator`].
+        batch_size (`int`, defaults to 8): rows at a time. At least 2, because a row gets the image of another row of
+            its batch.
+        most_rows (`int`, defaults to 64): of more rows, this many are read, at equal distances.
 
     Returns:
-        [`PictureUse`], or None if no two rows have different pictures.
+        [`PictureUse`], or None if no two rows of a batch have different images.
 
     Example:
 
@@ -146,9 +154,13 @@ def picture_use(
 
 
 def _others(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """For each row the number of another one with as many pictures, which differ; -1 where there is none."""
+    """Finds for each row another row of the batch, with the same number of images but different ones `(batch,)`.
+
+    The index is -1 where no such row exists. Returns None for a batch without images, and for
+    a batch whose rows share images.
+    """
     images = next((batch[name] for name in OF_IMAGES if name in batch), None)
-    if images is None or len(images) != len(batch["labels"]):  # rows that share pictures
+    if images is None or len(images) != len(batch["labels"]):  # rows that share images
         return None
     mask = batch.get("image_mask")
     counts = [images.shape[1]] * len(images) if mask is None else mask.sum(-1).tolist()
@@ -161,7 +173,7 @@ def _others(batch: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def _losses(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the loss over the labels of each row, and their number, `(rows,)`."""
+    """Returns the sum of the loss over the labels of each row `(rows,)`, and the number of these labels `(rows,)`."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     targets, kept = at_labels(batch["labels"], keeps_logits(body_of(model).text_model))
     logits = model(**inputs, **kept, use_cache=False, return_dict=True)["logits"].float()
@@ -170,14 +182,17 @@ def _losses(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.T
 
 
 class PictureUseCallback(TrainerCallback):
-    """Says at each evaluation, and at the end of a run of `Trainer`, whether the model uses its pictures.
+    """Measures at each evaluation, and at the end of a run of `Trainer`, whether the model uses its images.
 
-    The log gets `loss_with_own_picture` and `loss_with_another`; a model that does not use its pictures yet is a
-    warning at the end. `last` holds what was measured last.
+    The log gets `loss_with_own_picture` and `loss_with_another`. At the end of the run, a model that does not use its
+    images causes a warning. The attribute `last` holds the last [`PictureUse`].
 
     Args:
-        rows (`Sequence`), collate (`Callable`), batch_size (`int`), most_rows (`int`): as of [`picture_use`]. Rows that
-            are not trained on tell most.
+        rows (`Sequence`), collate (`Callable`), batch_size (`int`), most_rows (`int`): the arguments of
+            [`picture_use`]. Use rows that the model is not trained on if you have them.
+
+    Raises:
+        ValueError: for a `batch_size` below 2.
 
     Example:
 
@@ -203,7 +218,7 @@ class PictureUseCallback(TrainerCallback):
     ):
         if batch_size < 2:
             raise ValueError(
-                f"Expected `batch_size` of at least 2, because a row gets the picture of another one, got {batch_size}."
+                f"Expected `batch_size` to be at least 2, because a row gets the image of another, got {batch_size}."
             )
         self.rows, self.collate, self.batch_size, self.most_rows = rows, collate, batch_size, most_rows
         self.last: PictureUse | None = None
@@ -230,9 +245,9 @@ class PictureUseCallback(TrainerCallback):
         try:
             with half:
                 self.last = picture_use(model, self.rows, self.collate, **options)
-        except Exception as error:  # a run of hours is not lost for this
+        except Exception as error:  # a failed measurement must not end a run of hours
             self.last = None
-            logger.warning(f"Whether the model uses its pictures could not be measured: {error}")
+            logger.warning(f"Whether the model uses its images could not be measured: {error}")
         if self.last is not None:
             losses = {"loss_with_own_picture": self.last.own, "loss_with_another": self.last.another}
             state.log_history.append({**losses, "step": state.global_step})

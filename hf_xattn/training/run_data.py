@@ -1,4 +1,4 @@
-"""The rows of a run of `hf-xattn train`: opened, checked, split, and in their order."""
+"""The rows of a run of `hf-xattn train`: opens, checks and splits them, and puts them into their order."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from .launch import gpus_of_a_process, num_processes, say
 from .training_options import NONE, SKIP, TrainingOptions
 
 
-CHECKED = 100  # rows that are collated before a run. Each one is checked when it is read
-STREAM_ROWS = 20_000  # of more, some are searched for a picture or a caption, and pictures are not compared
-MOST_TRIED = 1000  # pictures that a text is tried beside, until one can be read
-ALIGN_ROWS = 2000  # at most: more take longer, and their words are mostly the same
+CHECKED = 100  # rows of each kind that are checked before a run. Every row is also checked when it is read
+STREAM_ROWS = 20_000  # of more rows, only this many are searched for what a run needs, and images are not compared
+MOST_TRIED = 1000  # most images that are tried until one can be used for text rows
+ALIGN_ROWS = 2000  # most rows for the start: more rows take longer and mostly repeat the same words
 
 
 class RunData:
     """The rows to train on and to evaluate on.
 
     Raises:
-        ValueError: for sources that are none, for `--prompt` without a caption, and for rows without a picture.
+        ValueError: for a source that cannot be opened, and for `--prompt` if no row is a caption.
     """
 
     def __init__(self, options: TrainingOptions):
@@ -51,9 +51,9 @@ class RunData:
         self.aligned: Rows | None = None
         if options.align not in (None, NONE):
             self.aligned = load_rows_once("--align", options.align, options.pictures, prompt)
-        self.total = sum(map(len, self._sources()))  # of all rows, also of those that are left out
+        self.total = sum(map(len, self._sources()))  # number of all rows, including those that are left out later
         self.prompts = read_prompts(options.text_prompts or PROMPTS) if options.share_of_text else []
-        self.texts: list[TextRow] = []  # the prompts with answers, which are mixed into the rows to train on
+        self.texts: list[TextRow] = []  # prompts with answers that are mixed into the rows to train on
         self.streams = options.stream or len(self.rows) > STREAM_ROWS
         self.longest: int | None = None
         self._found: list[tuple[Rows, list[Problem]]] = []
@@ -66,19 +66,20 @@ class RunData:
             )
 
     def fingerprints(self) -> list[str]:
-        """What must be the same when the run is resumed. Pictures are read, unless they are streamed."""
+        """Returns what must be equal when the run is resumed. Reads all images, except with many rows or `--stream`."""
         return [
             f"{rows.fingerprint} {'' if self.streams else digest_of_pictures(rows)}".strip() for rows in self._sources()
         ]
 
     def check(self, collate: Collate) -> None:
-        """Checks some rows to train on and to evaluate on, and searches those to train on for what the run needs.
+        """Checks some rows to train on and to evaluate on, and whether the rows to train on have what the run needs.
 
-        With `--bad-rows skip`, all rows to evaluate on are checked, and bad ones leave: a row that came in place of a
-        bad one would count twice in the loss.
+        With `--bad-rows skip`, all rows to evaluate on are checked, and bad ones are removed. If they were replaced by
+        other rows during the run, those would count twice in the loss.
 
         Raises:
-            ValueError: for rows that cannot be trained on. The message lists them, in all sources.
+            ValueError: for rows that cannot be trained on, which the message lists, and for data without an image or
+                without the text rows that the options need.
         """
         options = self.options
         if options.eval_share is not None:
@@ -88,19 +89,19 @@ class RunData:
         place = f"{'' if len(searched) == len(self.rows) else f'{STREAM_ROWS} rows of '}{self._first_file()}"
         if not options.train_text and not any(_pictures_of(self.rows, index) for index in searched):
             raise ValueError(
-                f"Expected a picture in {place}, got none: blocks learn from pictures alone, and the text model is "
-                "frozen. Add pictures, or train the text model with `--train-text`."
+                f"Expected an image in {place}, got none: blocks learn only from rows with an image, and the text "
+                "model is frozen. Add images, or train the text model with `--train-text`."
             )
         asked = options.distill_text is not None and not self.prompts
         if asked and not any(map(self._is_text, searched)):
             raise ValueError(
-                f"Expected a row without a picture in {place} for `--distill-text`, got none. Add such rows, also as a "
-                "source of their own, or leave `--distill-text` out."
+                f"Expected a row without an image in {place} for `--distill-text`, got none. Add such rows, for "
+                "example as a second source (`--data`), or leave `--distill-text` out."
             )
 
     @property
     def epoch_rows(self) -> int:
-        """Number of rows that an epoch reads, with the weights of the sources and the texts."""
+        """Number of rows that an epoch reads: those of the sources, by their weights, and the text prompts."""
         return self._shuffled(0).epoch_rows
 
     def steps(self) -> int:
@@ -112,12 +113,12 @@ class RunData:
 
     @property
     def rows_of_a_step(self) -> int:
-        # Each process gets batches of its own. Gradients are averaged over the labels of all processes.
+        # Each process reads its own batches. A step averages the gradients over the labels of all processes.
         batch_size = self.options.batch_size * gpus_of_a_process(self.options.device)
         return batch_size * self.options.gradient_accumulation * num_processes()
 
     def in_order(self) -> Places:
-        """All rows of the run, in their order."""
+        """Returns all rows of the run in their order, as places."""
         options, length = self.options, self.steps() * self.rows_of_a_step
         return Places(self._shuffled(length, options.seed))
 
@@ -125,7 +126,7 @@ class RunData:
         return None if self.others is None else Places(self.others)
 
     def to_align(self, collate: Collate) -> Rows | None:
-        """Rows by whose words a fresh model starts, evenly spaced; None if it is to stay as it is."""
+        """Returns the rows whose words give a fresh model its start, evenly spaced. None with `--align none`."""
         if self.options.align == NONE:
             return None
         rows = self.rows if self.aligned is None else self.aligned
@@ -146,7 +147,7 @@ class RunData:
         return BadRowsFile(self.options.output, self.options.bad_rows_limit)
 
     def named(self) -> str:
-        """The sources for a model card, which others read: names without the folders that they lie in."""
+        """Names the sources for the model card. Others read the card, so paths are left out."""
         told = []
         for source in self.rows.sources:
             path = Path(source.name).resolve()
@@ -154,28 +155,28 @@ class RunData:
         return ", ".join(name.rpartition("/")[2] if name.startswith(("/", ".")) else name for name in told)
 
     def say(self) -> None:
-        """Prints what the run reads."""
+        """Prints how many rows the run reads, and of which kinds."""
         held_out = 0 if self.others is None else len(self.others)
         told = "read as they come" if self.longest is None else f"at most {self.longest} tokens each"
         say(f"{len(self.rows)} examples to train on, {held_out} to evaluate on, {told}")
         if not self.streams and (known := self._with_known_pictures()):
-            say(f"{known} of the examples to evaluate on show pictures that are trained on, too")
+            say(f"{known} of the examples to evaluate on show images that are trained on, too")
         distilled = not self.streams and self.options.weight_of_text is not None
         if distilled and (own := sum(map(self._is_text, range(len(self.rows))))):
-            say(f"{own} of the examples have no picture: they are shown beside those of others ({TURNED_OFF})")
+            say(f"{own} of the examples have no image: they are shown with images of others ({TURNED_OFF})")
         if self.epoch_rows != len(self.rows):
             weights = ", ".join(f"{source.name} {source.weight:g}" for source in self.rows.sources)
             say(f"{self.epoch_rows} examples in an epoch, by weights: {weights}")
 
     def mix(self, texts: list[TextRow]) -> None:
-        """Mixes texts into the rows to train on, as many as `--text-share` says, and prints how many that are."""
+        """Mixes text prompts into the rows to train on, as many as `--text-share` says, and prints their number."""
         self.texts = texts
         if texts:
             others, share = Shuffled(self.rows, 0).epoch_rows, self.options.share_of_text
-            told = f"{self.epoch_rows - others} text prompts beside pictures come to {others} examples in an epoch"
+            told = f"{self.epoch_rows - others} text prompts are added to the {others} examples of an epoch"
             say(f"{told} (`--text-share {share:g}`)")
         elif self.prompts:
-            say("No text prompt is left: the run is on the data alone, and may lose text ability beside a picture.")
+            say("No text prompt is left, so the model may lose its text ability beside an image.")
 
     def _shuffled(self, length: int, seed: int = 0) -> Shuffled:
         if not self.texts:
@@ -195,7 +196,7 @@ class RunData:
         return _pictures_of(self.rows, index) == []
 
     def _with_known_pictures(self) -> int:
-        """How many rows to evaluate on show a picture of a row to train on, by the path or the bytes of its file."""
+        """Counts the rows to evaluate on that show an image of a row to train on. Paths or bytes are compared."""
         if self.others is None:
             return 0
         trained, others = (
@@ -206,17 +207,17 @@ class RunData:
         return sum(not known.isdisjoint(pictures) for pictures in others)
 
     def _as_trained(self, collate: Any) -> Collate:
-        """Collates rows to check as they are trained on: texts beside a picture of the data, if any are."""
+        """Returns a collator for the check that treats text rows as the training does: it shows them with an image."""
         if self.options.weight_of_text is None:
             return collate
         distilling = DistillingCollator(collate)
         some = self.some_picture(distilling)
-        if some is None:  # told later
+        if some is None:  # `check` raises an error for data without an image
             return collate
         return lambda rows: distilling(rows, [None if picture_parts(row) else some for row in rows])
 
     def some_picture(self, distilling: DistillingCollator) -> Any:
-        """A picture of the data that a text can stand beside. None if none of those that are looked at can be used."""
+        """Returns an image of the data that can be used for text rows, or None if none of those tried can be used."""
         parts = (part for index in _some(self.rows, STREAM_ROWS) for part in _pictures_of(self.rows, index) or [])
         tried = islice(map(picture_of, parts), MOST_TRIED)
         return next((each for each in tried if distilling.error_of(each) is None), None)
@@ -244,7 +245,7 @@ class RunData:
             self.others, _ = self.others.split([problem.row for problem in self._found[-1][1]])
 
     def write_bad_rows(self) -> None:
-        """Names the bad rows that [`check`] has found in the folder of the run."""
+        """Writes the bad rows that [`check`] has found to the file in the folder of the run."""
         file = self.bad_rows()
         for rows, problems in self._found:
             for problem in problems:
@@ -252,12 +253,12 @@ class RunData:
 
 
 def _some(rows: Rows, count: int) -> Sequence[int]:
-    """Indices of rows: all, or as many at random places, as data may repeat at equal distances."""
+    """Returns indices of rows: all, or `count` random ones. Evenly spaced rows could miss what repeats in the data."""
     return range(len(rows)) if len(rows) <= count else sorted(random.Random(0).sample(range(len(rows)), count))
 
 
 def _pictures_of(rows: Rows, index: int) -> list[dict[str, Any]] | None:
-    """The parts of a row that are pictures; None for a row that is broken."""
+    """Returns the parts of a row that are images, or None for a broken row."""
     try:
         return picture_parts(rows.read(index))
     except (TypeError, ValueError):
@@ -265,7 +266,7 @@ def _pictures_of(rows: Rows, index: int) -> list[dict[str, Any]] | None:
 
 
 def digest_of_pictures(rows: Rows) -> str:
-    """Changes if a picture of the rows changes. Reads all of them."""
+    """Returns a hash that changes if an image of the rows changes. Reads all images."""
     digest = hashlib.sha256()
     for index in range(len(rows)):
         for picture in map(picture_of, _pictures_of(rows, index) or []):
@@ -280,7 +281,7 @@ def _name_of(part: dict[str, Any]) -> str:
 
 
 def hold_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
-    """The rows to train on, and a share of them, chosen at random, to evaluate on: at least one of each."""
+    """Splits rows at random into rows to train on and a `share` to evaluate on. Each has at least one row."""
     total = len(rows)
     if total < 2:
         raise ValueError(f"`--eval-share` needs two examples or more, got {total}.")

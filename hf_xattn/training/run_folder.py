@@ -1,7 +1,7 @@
-"""The folder of a run of `hf-xattn train`: its options, which a run that is resumed must share, and its checkpoints.
+"""The folder of a run of `hf-xattn train`: its options, which a resumed run must share, and its checkpoints.
 
-A run that was killed in the middle of a checkpoint goes on from the last complete one.
-`Trainer.train(resume_from_checkpoint=True)` takes the highest number, even if that folder cannot be loaded.
+`Trainer.train(resume_from_checkpoint=True)` takes the checkpoint with the highest number, even if the run was killed
+while it wrote this checkpoint. This file finds the last checkpoint that is complete.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ NUMBERED = re.compile(r"checkpoint-(\d+)")
 WEIGHTS = ("*.safetensors", "*.bin", "*.distcp", "*.pt")
 BESIDE_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")
 OPTIONS_FILE = "training.json"
-UNFINISHED = f".{OPTIONS_FILE}.part"  # the options while they are written
+UNFINISHED = f".{OPTIONS_FILE}.part"  # name of the options file while it is written
 CHECKPOINTS = "checkpoints"
-# Names beside the options: the digest of the text model's answers, and how the model starts.
+# Further entries in the options file: the hash of the text model's answers, and how the model starts.
 KEPT, START = "kept_text", "start"
-# How a run was launched, in the words of an error: `Trainer` reads other batches if it differs.
+# How a run was launched, with words for an error. If this differs, `Trainer` would read other batches.
 LAUNCHED = {"processes": "process(es)", "gpus": "GPU(s) for a process"}
 
 
 def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """Returns the checkpoint that a killed run goes on from, for `trainer.train(resume_from_checkpoint=...)`.
+    """Returns the checkpoint from which a killed run should continue, for `trainer.train(resume_from_checkpoint=...)`.
 
-    A checkpoint is complete if it has `trainer_state.json`, which `Trainer` writes last, if it has weights, and if none
-    of its files is cut off. A warning names each checkpoint with a higher number that is skipped, with the reason.
+    A checkpoint is complete if it has weights, if none of its files is cut off, and if it has `trainer_state.json`,
+    which `Trainer` writes last. A warning names each incomplete checkpoint with a higher number, with the reason.
     Nothing is loaded or changed.
 
     Args:
-        folder (`str` or `Path`): the `output_dir` of `TrainingArguments`, with folders `checkpoint-N`.
+        folder (`str` or `Path`): the `output_dir` of `TrainingArguments`, which holds folders `checkpoint-N`.
 
     Returns:
-        `str`: the path of the complete checkpoint with the highest number. `None` if there is none, or no such folder:
-        with `None`, `Trainer.train` starts from the beginning.
+        `str` or None: the path of the complete checkpoint with the highest number. None if there is none, or if the
+        folder does not exist. With None, `Trainer.train` starts from the beginning.
 
     Raises:
-        ValueError: for a `folder` that is a file.
+        ValueError: if `folder` is a file.
 
     Example:
 
@@ -73,10 +73,10 @@ def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 
 def find_checkpoints(folder: Path, processes: int = 1) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The complete checkpoint of a folder with the highest number, and those with a higher one, each with what it
-    misses.
+    """Finds the complete checkpoint with the highest number in a folder, which may be missing.
 
-    The folder may be missing. Each of the `processes` of a run saves its own random state.
+    Also returns the incomplete checkpoints with a higher number, each with the reason. A checkpoint of several
+    `processes` must have the random state of each of them.
     """
     numbered = [
         (int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := NUMBERED.fullmatch(path.name))
@@ -93,12 +93,12 @@ def find_checkpoints(folder: Path, processes: int = 1) -> tuple[Path | None, lis
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number of optimizer steps before a checkpoint."""
+    """Returns the number of optimizer steps before a checkpoint."""
     return json.loads((checkpoint / STATE).read_text())["global_step"]
 
 
 def _what_is_missing(checkpoint: Path, processes: int) -> str | None:
-    """Why a checkpoint is not complete, or None."""
+    """Returns why a checkpoint is not complete, or None if it is."""
     if not (checkpoint / STATE).is_file():
         return f"{STATE}, which is written last, is missing"
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
@@ -129,7 +129,7 @@ def _what_is_missing(checkpoint: Path, processes: int) -> str | None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file has its end, as far as its format tells."""
+    """Whether a file is complete, as far as its format shows."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(str(path), framework="pt"):  # compares the size of the file with its header
@@ -141,22 +141,23 @@ def _is_whole(path: Path) -> bool:
     if path.suffix in (".pt", ".pth", ".bin"):
         with path.open("rb") as file:
             is_zip = file.read(2) == b"PK"
-        return path.stat().st_size > 0 and (not is_zip or zipfile.is_zipfile(path))  # a zip file's directory is its end
+        # `is_zipfile` looks for the directory, which is at the end of a zip file.
+        return path.stat().st_size > 0 and (not is_zip or zipfile.is_zipfile(path))
     return True
 
 
 def check_resumed(output: Path, saved: dict[str, Any]) -> dict[str, Any]:
-    """Returns what was saved of a run. Raises a `ValueError` if there is none, or one with other options or data."""
+    """Returns the saved options of a run. Raises a `ValueError` if there is no run, or if options or data differ."""
     file = output / OPTIONS_FILE
     if not file.is_file():
-        if (output / UNFINISHED).is_file():  # killed before anything was trained
+        if (output / UNFINISHED).is_file():  # the run was killed before it trained anything
             return {}
         raise ValueError(f"`--resume` found no run in {output}: it has no {OPTIONS_FILE}. Start without `--resume`.")
     before = json.loads(file.read_text())
     if before.get("complete"):
         raise ValueError(f"`--resume`: the run in {output} is complete, so there is nothing to resume.")
     if before.get("order") == WITHOUT_BAD and (before.get("bad_rows") == STOP or before["stream"]):
-        before["order"] = saved["order"]  # none was left out
+        before["order"] = saved["order"]  # no row was left out, so the two orders are equal
     if before.get("order") != saved["order"]:
         raise ValueError(
             f"`--resume`: expected a run that reads rows in the order of this version of hf_xattn ({saved['order']}), "
@@ -183,17 +184,18 @@ def check_resumed(output: Path, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_options(output: Path, saved: dict[str, Any]) -> None:
-    """Writes the options under another name first: a run that is killed meanwhile leaves no half of a file."""
+    """Writes the options of a run. They are written under another name first, so that no half-written file remains."""
     (output / UNFINISHED).write_text(json.dumps(saved, indent=2) + "\n")
     replace_file(output / UNFINISHED, output / OPTIONS_FILE)
 
 
 def last_checkpoint(output: Path) -> Path | None:
-    """Returns the last complete checkpoint. `Trainer` writes over the others when it reaches their steps again."""
+    """Returns the last complete checkpoint. `Trainer` overwrites the incomplete ones when it reaches their steps."""
     last, skipped = find_checkpoints(output / CHECKPOINTS, num_processes())
     for path, reason in skipped:
         say(f"{path} is skipped: it is not complete ({reason}).")
-        if is_first_process():  # or a folder that is killed a second time would look complete, with files of both times
+        # If the run is killed again while it overwrites this folder, the old state file would make it look complete.
+        if is_first_process():
             (path / STATE).unlink(missing_ok=True)
     return last
 

@@ -1,7 +1,8 @@
-"""How `hf-xattn train` starts a fresh model: by the words of the rows, where it can.
+"""How `hf-xattn train` starts a fresh model: from the words of the rows, if possible.
 
-A block that starts at random learns to look at the picture late (see `alignment.py`), and a high learning rate moves
-what was started before it is of use (see `trainer.py`). So the learning rates depend on the start.
+Usually a new module starts at random and has one default learning rate. Here the default rates depend on the start. A
+block that starts at random learns late to look at the image (see `alignment.py`). After a start from words, a high rate
+for all weights would destroy the start before it is of use (see `trainer.py`).
 """
 
 from __future__ import annotations
@@ -31,32 +32,37 @@ class Rates(NamedTuple):
     started_rate: float
 
 
-# examples/photos/README.md has the runs that the first two are of. A trained model has all to lose.
+# The first two come from the runs in examples/photos/README.md. A trained model has a low rate, to keep what it has
+# learned.
 RATES = {BY_WORDS: Rates(3e-3, 0.03), AT_RANDOM: Rates(1e-3, 1.0), TRAINED: Rates(1e-4, 1.0)}
 
 
 def rates_of(start: str, options: TrainingOptions) -> Rates:
-    """The learning rates of a run: those that are given, and the others by how the model starts."""
+    """Returns the learning rates of a run: the given ones, and defaults that depend on the start for the others."""
     whole = options.train_text or options.train_vision
-    rate, share = RATES[TRAINED if whole and start == AT_RANDOM else start]  # one rate for all: that of trained weights
+    # Text model and tower train at the same rate as the blocks, so it must suit trained weights.
+    rate, share = RATES[TRAINED if whole and start == AT_RANDOM else start]
     given = options.learning_rate, options.started_rate
     return Rates(rate if given[0] is None else given[0], share if given[1] is None else given[1])
 
 
 def start(model: Any, processor: Any, rows: Rows | None, device: torch.device, asked: bool = False) -> str:
-    """Starts connector and blocks of a fresh model by the words of rows, in the first process; the others get them.
+    """Starts the connector and the blocks of a fresh model from the words of rows.
+
+    The first process computes the start and sends the weights to the others.
 
     Args:
-        processor ([`XAttnProcessor`]): reads the pictures, or looks up what the tower has returned for them.
-        rows ([`Rows`], *optional*): to start by. None leaves the model as it is.
+        processor ([`XAttnProcessor`]): reads the images, or looks up stored features of them.
+        rows ([`Rows`], *optional*): the rows for the start. None leaves the model as it is.
         device (`torch.device`): where the tower runs.
-        asked (`bool`, defaults to `False`): whether these rows were named for the start, which must then be possible.
+        asked (`bool`, defaults to `False`): whether the user has named these rows (`--align SOURCE`). If the start is
+            not possible, this is an error then; otherwise the model starts at random.
 
     Returns:
         `str`: how the model starts, a key of `RATES`.
 
     Raises:
-        ValueError: for a row that is broken, and, if `asked`, for a model or rows that allow no such start.
+        ValueError: for a broken row and, if `asked`, for a model or rows that allow no such start.
     """
     found = [""]
     if is_first_process():
@@ -86,14 +92,14 @@ def _start(model: Any, processor: Any, rows: Rows | None, device: torch.device, 
     try:
         if is_deepspeed_zero3_enabled():
             raise CannotAlign("Expected whole weights, got those of ZeRO-3, of which each process holds a part.")
-        if not starts_at_zero(model):  # the smaller learning rate for what has started would be that of all weights
+        if not starts_at_zero(model):  # `--started-rate` would then slow down all weights
             raise CannotAlign("Expected blocks with `zero_init`, got others.")
         found = on_device(model, device, lambda: align_connector(model, processor, rows))
     except CannotAlign as error:
         if asked:
             raise
-        say(f"They start at random, which learns later: {error}")
+        say(f"They start at random, so the model learns later to use its images: {error}")
         return AT_RANDOM
-    told = f"They start by {found.words} words of {found.pictures} pictures"
+    told = f"They start by {found.words} words of {found.pictures} images"
     say(f"{told}, and image tokens explain {found.explained:.0%} of what the words tell")
     return BY_WORDS

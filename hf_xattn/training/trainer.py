@@ -1,16 +1,17 @@
-"""The `Trainer` of `hf-xattn train`: a rate for what has a start, logits at labels alone, text answers that stay.
+"""The `Trainer` of `hf-xattn train`. It differs from transformers' `Trainer` in three ways.
 
-**Rates.** AdamW moves each weight by about the learning rate, however small its gradient is. The output projections of
-fresh blocks start at zero and must get somewhere, so they want a high rate. While they are near zero, the gradients of
-queries, keys, values and connector are little more than noise, and a high rate soon moves these weights further than
-they are large: a start by words (`align_connector`) is forgotten before it is of use. So all weights but those that
-start at zero may have a share of the rate.
+**Learning rates.** AdamW moves each weight by about the learning rate at each step, even if its gradient is small. The
+output projections of fresh blocks start at zero and have far to go, so they need a high rate. While they are near zero,
+the gradients of queries, keys, values and connector are little more than noise. A high rate would soon move these
+weights by more than their own size, and a start from words (`align_connector`) would be lost before it is of use. So
+all weights that do not start at zero may get only a share of the rate.
 
-**Logits** are as wide as the vocabulary. For SmolLM2-135M those of a token take the multiplications of eight of its
-thirty layers. They are computed in front of the tokens of answers, not at each token of a prompt. The loss stays what
-it was: it reads the logits at labels alone.
+**Logits.** A vector of logits is as wide as the vocabulary. For SmolLM2-135M, the logits of one token take as many
+multiplications as eight of the thirty layers. They are computed only at positions that predict a label, and not at each
+token of a prompt. The loss does not change, because it reads no other logits.
 
-**Text answers** beside a picture are trained to be those of the model without it (see `kept_text.py`).
+**Text answers** when a chat holds an image are trained to be those of the model without the image (see
+`kept_text.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .picture_use import at_labels, keeps_logits, shifted
 
 
 def check_started_rate(model: nn.Module, started_rate: float) -> None:
-    """Raises a `ValueError` for a share that would slow all weights, because none starts at zero."""
+    """Raises a `ValueError` if no weight starts at zero: the share of the rate would then slow down all weights."""
     if started_rate != 1.0 and not any(weight.requires_grad for weight in starts_at_zero(model)):
         raise ValueError(
             "`--started-rate`: expected a model whose output projections start at zero, got one with `zero_init=False`."
@@ -44,19 +45,19 @@ def kl_of_answers(
     teacher_logits: torch.Tensor,
     teacher_labels: torch.Tensor,
 ) -> tuple[torch.Tensor, int]:
-    """The sum of KL(teacher || student) over the answer tokens, in nats, and their number.
+    """Returns the sum of KL(teacher || student) over the answer tokens, in nats, and the number of these tokens.
 
     Args:
-        logits, teacher_logits (`torch.Tensor`): `(rows, positions, vocabulary)`, each with positions of its own.
-        labels, teacher_labels (`torch.LongTensor`): `(rows, positions)`, the tokens that the logits predict, -100 for
-            what is no answer. Both hold the same tokens in the same order.
+        logits, teacher_logits (`torch.Tensor`): `(rows, positions, vocabulary)`. The two may have different positions.
+        labels, teacher_labels (`torch.LongTensor`): `(rows, positions)`: the tokens that the logits predict, and -100
+            at positions that predict no answer token. Both hold the same tokens in the same order.
     """
     own, others = (
         each[chosen != IGNORED].to(torch.promote_types(each.dtype, torch.float32))
         for each, chosen in ((logits, labels), (teacher_logits, teacher_labels))
     )
     student, teacher = own.log_softmax(-1), others.log_softmax(-1)
-    # What the teacher never says has a share of 0, also where its logits are -inf: 0 * inf would be NaN.
+    # A token that the teacher never says adds 0. With logits of -inf the product would be 0 * inf, which is NaN.
     shares = teacher.exp()
     return torch.where(shares > 0, shares * (teacher - student), 0).sum(), len(own)
 
@@ -64,32 +65,33 @@ def kl_of_answers(
 class RunTrainer(Trainer):
     """A `Trainer` for batches of [`XAttnDataCollator`], and of [`DistillingCollator`] with `distill_text`.
 
-    The log has `text_kl`, the mean KL of a token of text since the last log, rows a second, and the share of the time
-    in which a step waits for its rows. A loss that is not finite ends the run.
+    The log has `rows_per_second`; `data_wait`, the share of the time in which steps wait for their rows; and `text_kl`,
+    the mean KL of a text token since the last log. A loss that is not finite ends the run.
 
-    All logits are computed for a decoder without `logits_to_keep`, and where one process trains on several GPUs, each
-    of which would get a part of the positions.
+    All logits are computed in two cases: if the decoder has no `logits_to_keep`, and if one process trains on several
+    GPUs, because each GPU would then get a part of the positions.
 
     Args:
         started_rate (`float`, defaults to 1.0): share of the learning rate for weights that do not start at zero.
-        distill_text (`float`, *optional*): WEIGHT of the KL. None: batches have no teacher.
-        rows_of_a_step (`int`, defaults to 0): for the log.
+        distill_text (`float`, *optional*): weight of the KL in the loss. None: the batches have no text rows to
+            distil.
+        rows_of_a_step (`int`, defaults to 0): rows that all processes read in a step, for `rows_per_second`.
     """
 
     def __init__(
         self, *, started_rate: float = 1.0, distill_text: float | None = None, rows_of_a_step: int = 0, **given: Any
     ):
         super().__init__(**given)
-        vars(self.model.config).pop("use_cache", None)  # type: ignore[union-attr]  # which only the text model's has
+        vars(self.model.config).pop("use_cache", None)  # type: ignore[union-attr]  # only the text model's configuration has it
         self.distill_text = distill_text
         self._started_rate, self._rows_of_a_step = started_rate, rows_of_a_step
         text_model: Any = self.model.model.text_model  # type: ignore[union-attr]
         self._keeps = self.args.n_gpu <= 1 and keeps_logits(text_model)
-        self._text_kl = torch.zeros(2)  # sum and tokens since the last log
+        self._text_kl = torch.zeros(2)  # sum of the KL, and number of tokens, since the last log
         self._waited, self._since, self._step_then = 0.0, 0.0, 0
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """`Trainer`'s, without gates: one that decays closes its block."""
+        """Returns the names of `Trainer`, without gates and other vectors. A gate that decays would close its block."""
         small = {name for name, weight in model.named_parameters() if weight.dim() < 2}
         return [name for name in super().get_decay_parameter_names(model) if name not in small]
 
@@ -126,12 +128,12 @@ class RunTrainer(Trainer):
         answers = labels.masked_fill(~chosen, IGNORED)
         inputs |= {"shift_labels": labels.masked_fill(chosen, IGNORED), **kept}
 
-        # `Trainer` scales what this returns, as any loss over the labels of a step.
+        # `Trainer` treats this like any model whose loss is a mean over the labels of a step, and scales the loss.
         def with_text(**call: Any) -> Any:
             outputs = model(**call, return_dict=True)
             kl, tokens = kl_of_answers(outputs["logits"], answers, target, shifted(teacher["labels"]))
             self._text_kl = self._text_kl.to(kl.device) + torch.stack([kl.detach(), kl.new_tensor(tokens)])
-            of_gpus = outputs["loss"].numel()  # one loss each in `DataParallel`, of which `Trainer` takes the sum
+            of_gpus = outputs["loss"].numel()  # `DataParallel` returns one loss a GPU, which `Trainer` adds
             items = torch.as_tensor(num_items_in_batch, device=kl.device).flatten()[0]
             outputs["loss"] = outputs["loss"] + weight * kl / items / of_gpus
             return outputs
@@ -140,7 +142,7 @@ class RunTrainer(Trainer):
         return super().compute_loss(student, inputs, return_outputs, num_items_in_batch)
 
     def _at_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs for the logits of positions that predict a label in one of the rows, and of no others."""
+        """Chooses the positions whose logits are computed: those that predict a label in one of the rows."""
         labels, kept = at_labels(inputs["labels"], self._keeps) if "labels" in inputs else (None, None)
         if not kept:
             return inputs
@@ -149,11 +151,11 @@ class RunTrainer(Trainer):
 
     @torch.no_grad()
     def _teacher_logits(self, model: Any, inputs: dict[str, Any], teacher: dict[str, Any]) -> Any:
-        """The logits of the texts without a picture. None without such texts."""
+        """Returns the logits of the text rows without an image, or None if the batch has no text rows."""
         texts, mask = teacher["input_ids"], teacher["attention_mask"]
         if isinstance(model, DistributedDataParallel):
-            model = model.module  # which waits for nobody, so that only processes with such texts call it
-        elif self.accelerator.num_processes > 1 and texts is None:  # sharded weights are gathered by all
+            model = model.module  # it waits for no other process, so those without text rows do not call it
+        elif self.accelerator.num_processes > 1 and texts is None:  # all processes must gather sharded weights
             texts = inputs["input_ids"][:1, :1]
             mask = torch.ones_like(texts)
         return None if texts is None else model(input_ids=texts, attention_mask=mask, return_dict=True)["logits"]
@@ -168,8 +170,9 @@ class RunTrainer(Trainer):
         return made
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """transformers' own, but the loss is a mean over labels, as in training. A mean over batches would depend on
-        their size.
+        """Evaluates as transformers does, but the loss is a mean over labels, as in training.
+
+        transformers' mean over batches would depend on the batch size.
         """
         self._of_rows: list[torch.Tensor] = []
         base: Any = super()
@@ -203,5 +206,5 @@ class RunTrainer(Trainer):
             raise ValueError(
                 f"Expected a finite `{wrong[0]}`, got {float(logs[wrong[0]])} up to step {self.state.global_step}: the "
                 f"run has diverged, and its weights are lost. Lower `--learning-rate` ({self.args.learning_rate:g}), "
-                "or look for a picture with NaN, as the guide of training shows."
+                "or look for an image with NaN, as examples/training/README.md shows."
             )

@@ -1,4 +1,8 @@
-"""The options of `hf-xattn train`: their names, their defaults, and what a value must be."""
+"""The options of `hf-xattn train`: names, defaults, help and checks, each option in one place.
+
+The command line is made from the fields of [`TrainingOptions`]. In a usual script, `argparse` and the code that uses an
+option each have their own copy of its default.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from .launch import gpus_of_a_process, num_processes
 STOP, SKIP = "stop", "skip"  # values of `--bad-rows`
 NONE = "none"  # value of `--align`
 TEXT_SHARE = 0.15
-# Options that do not change the result. They may be different in a resumed run.
+# Options that do not change the result. They may differ in a resumed run.
 FREE_OPTIONS = (
     "output", "device", "workers", "log_steps", "adapter_only", "trust_remote_code", "report_to", "bad_rows",
     "bad_rows_limit"
@@ -157,9 +161,9 @@ class TrainingOptions:
     )
     distill_text: float | None = _option(
         None,
-        "show each row without images beside an image of another row, and add WEIGHT times the KL divergence from the "
-        "text model alone to the loss, so that the image changes no answer (default: 1 if --text-share is above 0, "
-        "else such rows are trained on as they are)",
+        "show each row without images beside an image of another row, and train its answer by WEIGHT times the KL "
+        "divergence from the text model alone, in place of the cross-entropy, so that the image changes no answer "
+        "(default: 1 if --text-share is above 0, else such rows are trained on as they are)",
         float,
         above=0,
         metavar="WEIGHT",
@@ -205,38 +209,41 @@ class TrainingOptions:
         if self.train_text and (self.text_share or self.text_prompts is not None):
             given = "--text-share" if self.text_share else "--text-prompts"
             raise ValueError(
-                f"Expected `{given}` or `--train-text`, got both: the text model is the teacher of these rows, and "
-                "must stay as it is. Put rows without a picture into the data."
+                f"Expected `{given}` or `--train-text`, got both: the text model is the teacher of the text prompts, "
+                "and must not change. With `--train-text`, put rows without an image into the data instead."
             )
         if self.text_prompts is not None and self.share_of_text == 0:
             raise ValueError(
                 "Expected `--text-share` above 0 with `--text-prompts`, got 0: no prompt would be read. Leave one of "
-                "them out."
+                "these options out."
             )
         if self.distill_text is not None and self.train_text:
             raise ValueError(
-                "Expected `--distill-text` or `--train-text`, got both: the text model without a picture is the "
-                "teacher, and must stay as it is."
+                "Expected `--distill-text` or `--train-text`, got both: the text model is the teacher, and must not "
+                "change. Leave one of these options out."
             )
         if self.features is not None and self.train_vision:
-            raise ValueError("Expected `--features` or `--train-vision`, got both: features are of a frozen tower.")
+            raise ValueError(
+                "Expected `--features` or `--train-vision`, got both: features are stored outputs of a frozen vision "
+                "tower. Leave one of these options out."
+            )
 
     @property
     def share_of_text(self) -> float:
-        """Share of the rows of a run that are text prompts beside pictures of other rows."""
+        """Share of the rows of a run that are text prompts beside images of other rows."""
         if self.text_share is None:
             return 0.0 if self.train_text else TEXT_SHARE
         return self.text_share
 
     @property
     def weight_of_text(self) -> float | None:
-        """Weight of the KL of rows without a picture. None: they are read as they are."""
+        """Weight of the KL for rows without an image. None: such rows are trained on as ordinary rows."""
         if self.distill_text is None and self.share_of_text:
             return 1.0
         return self.distill_text
 
     def saved(self, fingerprints: Sequence[str]) -> dict[str, Any]:
-        """Returns the values that must be the same when the run is resumed. `fingerprints`: of the data."""
+        """Returns what must be equal when the run is resumed: options, launch, and the `fingerprints` of the data."""
         options = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
@@ -248,4 +255,5 @@ class TrainingOptions:
 
 
 def option_of(name: str) -> str:
+    """Returns how a field is written on the command line, in backticks."""
     return f"`--{name.replace('_', '-')}`"

@@ -1,7 +1,8 @@
-"""The training run of `hf-xattn train`: from rows with pictures to a folder with the trained model.
+"""The training run of `hf-xattn train`: from rows with images to a folder with the trained model.
 
-A run that was killed goes on from the last complete checkpoint, with the same options (saved beside the checkpoints)
-and data. Of several processes, each trains on its share of each batch, and the first one prints and writes.
+A run that was killed continues from the last complete checkpoint, with the same data and the same options, which are
+saved beside the checkpoints. If there are several processes, each trains on its share of the rows of a step, and the
+first one prints and writes files.
 """
 
 from __future__ import annotations
@@ -40,14 +41,21 @@ SLOW_HALF = (
     "The frozen weights are in bfloat16, in which this CPU does not compute: a step takes many times as long as with "
     "`--dtype float32`."
 )
-SHARDS = "pytorch_model_fsdp_0"  # accelerate's name of a model's folder in a checkpoint of FSDP with SHARDED_STATE_DICT
+SHARDS = "pytorch_model_fsdp_0"  # accelerate's folder for a model in a checkpoint of FSDP with SHARDED_STATE_DICT
 
 
 def train(options: TrainingOptions, resume: bool = False) -> None:
-    """Trains a model and saves it; with `resume`, from the last complete checkpoint in `options.output` on.
+    """Trains a model and saves it.
 
-    All data are checked before the weights are loaded. Raises a `ValueError` for bad data, a model without a processor,
-    or an output folder of a different run.
+    The data are checked before the weights are loaded.
+
+    Args:
+        options ([`TrainingOptions`]): the options of the command.
+        resume (`bool`, defaults to `False`): continue from the last complete checkpoint in `options.output`.
+
+    Raises:
+        ValueError: for bad data, for a model without a processor, and, with `resume`, for a folder of a run with other
+            options or data.
     """
     if not is_first_process():
         logging.set_verbosity_error()
@@ -89,10 +97,10 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     rates = rates_of(saved[START], options)
     arguments.learning_rate = rates.learning_rate
     finished = before >= arguments.max_steps
-    if finished:  # `Trainer` would take one step more
+    if finished:  # `Trainer` would take one more step
         _load_weights(model, checkpoint, **hub)
     elif checkpoint is not None and not (checkpoint / SHARDS).is_dir():
-        # Refused if it is not whole: `Trainer` only warns. What is trained is float32 in a checkpoint.
+        # An error if weights are missing, where `Trainer` only warns. A checkpoint has trained weights in float32.
         type(model).from_pretrained(checkpoint, device_map="meta", dtype=torch.float32, **hub)
     reader = data.reader(collate)
     compared: Any = Places(data.rows if data.others is None else data.others)
@@ -103,7 +111,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/{STATE}")  # for the model card
     else:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if use.last is not None and use.last.uses:  # the callback warns if not
+    if use.last is not None and use.last.uses:  # otherwise the callback has warned
         say(f"{use.last}{'' if data.others is not None else ', which are trained on'}")
     if data.others is not None:
         say(f"evaluation loss {_last_evaluation(trainer):.4f}")
@@ -125,12 +133,13 @@ def _mix_texts(
     collate: DistillingCollator,
     saved: dict[str, Any],
 ) -> None:
-    """Mixes text prompts into the rows of the run. Their digest goes to the saved options.
+    """Mixes text prompts with answers of the text model into the rows of the run.
 
-    Raises a `ValueError` if a resumed run has other answers than before.
+    A hash of the answers is saved with the options. Raises a `ValueError` if a resumed run finds other answers.
     """
     output = data.options.output
-    # These arguments join the processes and choose a device, as those of the run do later, which need to know the rows.
+    # Making these arguments joins the processes and chooses a device. The arguments of the run itself are made later,
+    # because they need the number of rows.
     device = TrainingArguments(str(output / CHECKPOINTS), use_cpu=_on_cpu(data.options)).device
     texts = text_rows(model, processor, data.prompts, collate, data.some_picture(collate), output, device)
     digest = digest_of_rows(texts)
@@ -169,8 +178,8 @@ def _make_trainer(
     use: PictureUseCallback,
     started_rate: float,
 ) -> Trainer:
-    # A checkpoint holds tied weights once. `Trainer` ties the names that are listed here when it reads one, and warns
-    # of any other.
+    # A checkpoint holds a tied weight only once. When `Trainer` reads it, it ties the names that are listed here again,
+    # and warns of any other name that is missing.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
     callbacks: list[TrainerCallback] = [_CountsEpochs(data), use]
     if data.options.bad_rows == SKIP:
@@ -190,7 +199,7 @@ def _make_trainer(
 
 
 def _last_evaluation(trainer: Trainer) -> float:
-    """The loss after the last step: logged, or computed now."""
+    """Returns the evaluation loss after the last step, from the log or computed now."""
     last = next((entry for entry in reversed(trainer.state.log_history) if "eval_loss" in entry), {"step": -1})
     if last["step"] != trainer.state.global_step:
         last = trainer.evaluate()
@@ -198,9 +207,9 @@ def _last_evaluation(trainer: Trainer) -> float:
 
 
 class _CountsEpochs(TrainerCallback):
-    """Says which epoch of the data a step is in: for `Trainer`, a run is one pass through all its rows.
+    """Sets the epoch that a step is in. For `Trainer` itself, a run is a single pass through all its rows.
 
-    Logs after the last step too, because `Trainer` averages a loss over the processes only when it logs.
+    It also makes `Trainer` log after the last step, because `Trainer` averages a loss over processes only when it logs.
     """
 
     def __init__(self, data: RunData):
@@ -212,8 +221,8 @@ class _CountsEpochs(TrainerCallback):
 
 
 def _last_loss(history: list[dict[str, Any]], before: int, steps: int) -> str:
-    """Says the mean loss of the last `steps` steps or a few more, without the `before` steps of an earlier run."""
-    # Each entry holds the mean since the entry before.
+    """Describes the mean loss of the last `steps` steps or a few more, without the `before` steps of an earlier run."""
+    # Each entry of the log holds the mean loss since the entry before.
     logged = [entry for entry in history if "loss" in entry and entry["step"] > before]
     starts = [before, *(entry["step"] for entry in logged)]
     total, start, end = 0.0, starts[-1], starts[-1]
@@ -225,7 +234,7 @@ def _last_loss(history: list[dict[str, Any]], before: int, steps: int) -> str:
 
 
 def _facts(options: TrainingOptions, data: RunData, use: PictureUse | None, start: str, rates: Rates) -> dict[str, str]:
-    """What the model card says of the run, beside what `Trainer` knows."""
+    """Returns what the model card says about the run in addition to what `Trainer` knows."""
     facts = {"examples": f"{len(data.rows):,} of {data.named()}", "prompt for captions": data.rows.prompt}
     if data.texts:
         facts["text prompts beside a picture"] = f"{100 * options.share_of_text:g} % of rows"
@@ -242,11 +251,11 @@ def _facts(options: TrainingOptions, data: RunData, use: PictureUse | None, star
 
 
 def _load_weights(model: XAttnForConditionalGeneration, checkpoint: Any, **hub: Any) -> None:
-    """Gives the model the weights of a checkpoint, in the dtypes of the model."""
+    """Loads the weights of a checkpoint into the model, which keeps its dtypes."""
     from torch.distributed import checkpoint as sharded
 
     shards = checkpoint / SHARDS
-    if shards.is_dir():  # fills the tensors of the model; each process reads all of them by itself
+    if shards.is_dir():  # `load` fills the tensors of the model; each process reads all of them
         sharded.load({"model": model.state_dict()}, checkpoint_id=shards, no_dist=True)
     else:
         last = type(model).from_pretrained(str(checkpoint), dtype=torch.float32, **hub)
@@ -254,11 +263,11 @@ def _load_weights(model: XAttnForConditionalGeneration, checkpoint: Any, **hub: 
 
 
 def _processor(name: str, **hub: Any) -> XAttnProcessor:
-    """Returns the model's processor, as an [`XAttnProcessor`] with a chat template that works."""
+    """Returns the processor of a model as an [`XAttnProcessor`], after a check of its chat template."""
     config = AutoConfig.from_pretrained(name, **hub)
     if config.vision_config is None:
         raise ValueError(
-            f"Expected a model with a vision tower, because the data hold pictures, got {name}, which has none. "
+            f"Expected a model with a vision tower, because the data hold images, got {name}, which has none. "
             "Retrofit its text model with `--vision`, or train on features in Python (`cross_attention_states`)."
         )
     try:
@@ -267,7 +276,7 @@ def _processor(name: str, **hub: Any) -> XAttnProcessor:
         raise ValueError(f"{name} was saved without a processor: save an `XAttnProcessor` into its folder.") from error
     if getattr(processor, "image_processor", None) is None:
         raise ValueError(f"{name} was saved without an image processor: save an `XAttnProcessor` into its folder.")
-    if not isinstance(processor, XAttnProcessor):  # the processor of an imported model
+    if not isinstance(processor, XAttnProcessor):  # an imported model has a processor of another class
         marker = config.image_token_id
         token = None if marker is None else processor.tokenizer.convert_ids_to_tokens(marker)
         template = processor.chat_template or processor.tokenizer.chat_template
@@ -277,7 +286,7 @@ def _processor(name: str, **hub: Any) -> XAttnProcessor:
 
 
 def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> dict[str, torch.dtype]:
-    """Freezes what is not trained, and converts the rest to float32. Returns the dtypes before that."""
+    """Freezes what does not train, and converts the rest to float32. Returns the dtypes of the rest before that."""
     if options.train_text:
         check_trainable("the text model (`--train-text`)", model.model.text_model, "Train an adapter (LoRA) on it.")
     freeze(model, text=not options.train_text, vision=not options.train_vision)
@@ -295,12 +304,12 @@ def _arguments(options: TrainingOptions, data: RunData, half: bool) -> TrainingA
     return TrainingArguments(
         output_dir=str(options.output / CHECKPOINTS),
         max_steps=steps,
-        train_sampling_strategy="sequential",  # the rows come in their order
+        train_sampling_strategy="sequential",  # `RunData.in_order` has shuffled the rows already
         per_device_train_batch_size=options.batch_size,
         per_device_eval_batch_size=options.batch_size,
         gradient_accumulation_steps=options.gradient_accumulation,
         lr_scheduler_type="cosine",
-        warmup_steps=min(math.ceil(options.warmup * steps), steps - 1),  # the first of them has a rate of 0
+        warmup_steps=min(math.ceil(options.warmup * steps), steps - 1),  # the first warm-up step has a rate of 0
         weight_decay=options.weight_decay,
         eval_strategy="no" if data.others is None else "steps",
         eval_steps=min(options.eval_steps or an_epoch, steps),
@@ -308,9 +317,9 @@ def _arguments(options: TrainingOptions, data: RunData, half: bool) -> TrainingA
         save_steps=options.save_steps or max(1, steps // 10),
         save_total_limit=2,
         logging_steps=min(options.log_steps, steps),
-        logging_nan_inf_filter=False,  # it would log the mean of the other steps, or 0
+        logging_nan_inf_filter=False,  # the filter would hide a loss that is not finite
         seed=options.seed,
-        # Said here where there is no GPU: `TrainingArguments` refuses bfloat16 on a CPU that it had to find by itself.
+        # Without a GPU, `TrainingArguments` refuses bfloat16 unless the CPU was asked for.
         use_cpu=_on_cpu(options),
         bf16=half,  # compute in bfloat16 if the frozen weights are bfloat16; trained weights stay float32
         dataloader_num_workers=options.workers,
@@ -321,7 +330,7 @@ def _arguments(options: TrainingOptions, data: RunData, half: bool) -> TrainingA
 
 
 def _end_with_the_turn(model: XAttnForConditionalGeneration, processor: XAttnProcessor) -> None:
-    """Ends the answers of `generate` at the token that the model has learned to end a turn with, too."""
+    """Makes `generate` also stop at the token with which the chat template ends a turn, because the model learns it."""
     generation = model.generation_config
     before, ends = generation.eos_token_id, ends_of_turns(generation, processor)
     if ends and ends not in (before, [before]):
@@ -342,19 +351,19 @@ def _save(
 ) -> None:
     """Saves the model in the dtypes in which it was loaded.
 
-    All processes call this, because each may hold a part of the weights.
+    All processes must call this, because each may hold a part of the weights.
     """
     weights: dict[str, Any] = {}
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         weights["state_dict"] = {name: weight.to(dtypes.get(name, weight.dtype)) for name, weight in gathered.items()}
-        # Gathered weights are copies: names of one weight get one tensor again, or each would be saved.
+        # Gathered weights are copies. The names of a tied weight must share one tensor again, or each would be saved.
         first: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             name = name.replace(f"{WRAPPED}.", "")
             if name in gathered and first.setdefault(id(parameter), name) != name:
                 weights["state_dict"][name] = weights["state_dict"][first[id(parameter)]]
-    # Sharded parameters too: the configuration and the card tell their dtype.
+    # Parameters of a sharded model change, too, because configuration and card read their dtype.
     for name, parameter in model.named_parameters():
         dtype = dtypes.get(name.replace(f"{WRAPPED}.", ""))
         if dtype is not None:

@@ -1,8 +1,11 @@
-"""What a frozen vision tower returns for the pictures of a data set, written once and read in every epoch.
+"""Stores what a frozen vision tower returns for the images of a data set, so that every epoch reads it from files.
 
-A picture is found in the safetensors files (shards) by the SHA-256 of its own file, so training neither decodes it nor
-runs the image processor. Each shard carries the identity of the tower (configuration, weights, dtype) and of the image
-processor: features of another tower have the right shape, but are noise for this model, so they are refused.
+The stored features are in safetensors files, called shards. The SHA-256 of an image's file is the key of its features,
+so training neither decodes the image nor runs the image processor.
+
+Features of another vision tower often have the right shape, but they are noise for this model. Each shard therefore
+holds the identity of its tower (configuration, weights, dtype) and of its image processor, and features of others are
+refused.
 """
 
 from __future__ import annotations
@@ -33,12 +36,15 @@ from .freezing import body_of
 
 
 FORMAT = "hf_xattn vision features 1"
-SHARDS = "features-*.safetensors"  # a file that is being written has another name
-AGAIN = "Remove it, and run `hf-xattn encode-features` again, which encodes its pictures anew."
+SHARDS = "features-*.safetensors"  # complete shards; a shard has another name while it is written
+AGAIN = "Remove it, and run `hf-xattn encode-features` again, which encodes its images anew."
 
 
 class Maker(NamedTuple):
-    """What the features of a folder depend on, besides the pictures: identities and the dtype of the tower."""
+    """What the features in a folder depend on besides the images: the tower, the image processor and the dtype.
+
+    The tower and the image processor are given by hashes.
+    """
 
     tower: str
     image_processor: str
@@ -58,6 +64,7 @@ def tower_of(model: Any) -> Any:
 
 
 def image_processor_identity(processor: XAttnProcessor) -> str:
+    """Returns a hash of the class and the settings of the image processor."""
     images: Any = processor.image_processor
     dropped = ("image_processor_type", "processor_class", "auto_map")
     settings = {
@@ -71,40 +78,40 @@ def image_processor_identity(processor: XAttnProcessor) -> str:
 
 class Shard(NamedTuple):
     maker: Maker
-    digests: list[str]  # SHA-256 of the pictures
-    tiled: bool  # whether the pictures were cut into tiles. Then aspect ratios stand beside the features
+    digests: list[str]  # SHA-256 of the images
+    tiled: bool  # whether the images were cut into tiles; the shard then holds their aspect ratios, too
 
 
 def read_shard(path: Path) -> Shard:
-    """Returns the header of a shard. Raises a `ValueError` for a file that is damaged or no shard."""
+    """Returns the header of a shard. Raises a `ValueError` if the file is damaged or is not a shard."""
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata, names = file.metadata() or {}, list(file.keys())
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged, or not of `hf-xattn encode-features`: {error}. {AGAIN}") from error
+        raise ValueError(f"{path} is damaged, or not a file of `hf-xattn encode-features`: {error}. {AGAIN}") from error
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} is not of `hf-xattn encode-features`. Take it out of the folder.")
+        raise ValueError(f"{path} is not a file of `hf-xattn encode-features`. Take it out of the folder.")
     maker = Maker(*(metadata.get(field, "") for field in Maker._fields))
     digests = [name for name in names if "." not in name]
     return Shard(maker, digests, len(digests) < len(names))
 
 
 class VisionFeatures:
-    """What a frozen vision tower has returned for the pictures of a data set: a folder of `hf-xattn encode-features`.
+    """The stored outputs of a frozen vision tower for the images of a data set, from `hf-xattn encode-features`.
 
-    `XAttnDataCollator(processor, features=VisionFeatures(folder, model))` makes batches with `vision_features` in place
-    of `pixel_values`. The rows name their pictures by path.
+    `XAttnDataCollator(processor, features=VisionFeatures(folder, model))` makes batches with `vision_features` instead
+    of `pixel_values`. The rows must name their images by path.
 
-    The weights are compared here, once. Make a new object after the tower was trained. In training mode, the model
-    refuses `vision_features` as long as its tower has trainable weights.
+    The weights of the tower are compared only here, when the object is made. Make a new object after you have trained
+    the tower. In training mode, the model refuses `vision_features` while its tower has trainable weights.
 
     Args:
-        folder (`str` or `Path`): the folder.
+        folder (`str` or `Path`): the folder that `hf-xattn encode-features` has written.
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model to train, before it is sharded.
 
     Raises:
         TypeError: for a model without blocks.
-        ValueError: for a folder without features, with damaged files, or whose features another tower has made: another
+        ValueError: for a folder without features or with damaged files, and for features of a tower with another
             configuration, other weights or another dtype.
 
     Example:
@@ -131,7 +138,7 @@ class VisionFeatures:
 
     @classmethod
     def before_weights(cls, folder: str | Path) -> VisionFeatures:
-        """Opens a folder before the model is loaded. [`check_tower`] must follow."""
+        """Opens a folder before the model is loaded. Call [`check_tower`] when the model is there."""
         features = cls.__new__(cls)
         features._read(folder)
         return features
@@ -167,40 +174,43 @@ class VisionFeatures:
         if str(tower.dtype) != self.maker.dtype:
             raise ValueError(
                 f"Expected `model` with a vision tower in {self.maker.dtype}, which has made the features in "
-                f"{self.folder}, got one in {tower.dtype}. Load it in this dtype, or encode the pictures anew."
+                f"{self.folder}, got one in {tower.dtype}. Load it in this dtype, or encode the images anew."
             )
         raise ValueError(
             f"Expected `model` with the vision tower that has made the features in {self.folder}, got another tower, "
-            f"or other weights: {identity[:12]}, not {self.maker.tower[:12]}. Encode the pictures into a new folder."
+            f"or other weights: {identity[:12]}, not {self.maker.tower[:12]}. Encode the images into a new folder."
         )
 
     def reader(self, processor: XAttnProcessor) -> XAttnProcessor:
-        """Returns a copy of a processor that looks images up here. Refuses another image processor."""
+        """Returns a copy of a processor that looks up stored features instead of preparing images.
+
+        Raises a `ValueError` if the features were made with another image processor.
+        """
         if image_processor_identity(processor) != self.maker.image_processor:
             raise ValueError(
                 f"Expected `processor` with the image processor that has made the features in {self.folder}, got "
-                "another one, or other settings. Encode the pictures into a new folder."
+                "another one, or other settings. Encode the images into a new folder."
             )
         reader = copy.copy(processor)
         reader._look_up = self._look_up
         return reader
 
     def digests(self) -> Iterable[str]:
-        """The SHA-256 of each picture's file."""
+        """Returns the SHA-256 of the file of each image."""
         return self._shards.keys()
 
     def __len__(self) -> int:
-        """Number of different pictures."""
+        """Number of different images."""
         return len(self._shards)
 
     def __repr__(self) -> str:
-        return f"VisionFeatures({str(self.folder)!r}, {len(self)} pictures)"
+        return f"VisionFeatures({str(self.folder)!r}, {len(self)} images)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": {}}  # each process opens its own
+        return {**self.__dict__, "_files": {}}  # each process opens the files itself
 
     def _look_up(self, samples: list[list[Any]]) -> dict[str, torch.Tensor]:
-        """The features of the images of each text, as the model takes them."""
+        """Returns the features of the images of each text, in the layout that the model takes."""
         digests = [self._digest_of(image) for sample in samples for image in sample]
         if not digests:
             return {}
@@ -211,20 +221,20 @@ class VisionFeatures:
                 tensors[name] = torch.stack([self._tensor(digest, name) for digest in digests])
             masks = tensors[TILE_INPUTS[1]]
             whole = [each.new_zeros(mask.shape[0], *each.shape[1:]) for each, mask in zip(features, masks)]
-            for tiles, each, mask in zip(whole, features, masks):  # no text sees the padding tiles
+            for tiles, each, mask in zip(whole, features, masks):  # padding tiles stay zero: no text sees them
                 tiles[mask != 0] = each
             features = whole
         shapes = {tuple(each.shape) for each in features}
         if len(shapes) > 1:
             raise ValueError(
                 f"Expected features of the same shape for all images of a batch, got {sorted(shapes)}. Set `do_resize` "
-                "or `size` of the image processor, and encode the pictures again."
+                "or `size` of the image processor, and encode the images again."
             )
         return lay_out({"vision_features": torch.stack(features), **tensors}, samples)
 
     def _digest_of(self, image: Any) -> str:
-        """The SHA-256 of a picture's file."""
-        shown = "in the row" if isinstance(image, bytes) else f"{image!s:.500}"  # longer texts are base64
+        """The SHA-256 of an image's file."""
+        shown = "in the row" if isinstance(image, bytes) else f"{image!s:.500}"  # a longer text is an image in base64
         try:
             digest = digest_of(image)
         except (OSError, TypeError, ValueError) as error:
@@ -234,13 +244,16 @@ class VisionFeatures:
             ) from error
         if digest not in self._shards:
             raise ValueError(
-                f"{self.folder} holds no features of the picture {shown}. Run `hf-xattn encode-features` again with "
-                "the same `--output`: it adds the pictures that are missing."
+                f"{self.folder} holds no features of the image {shown}. Run `hf-xattn encode-features` again with "
+                "the same `--output`: it adds the images that are missing."
             )
         return digest
 
     def _features(self, digest: str) -> torch.Tensor:
-        """The tower's output for a picture: `(tokens, width)`, or `(tiles, tokens, width)`. Refuses anything else."""
+        """Returns the tower's output for an image: `(tokens, width)`, or `(tiles, tokens, width)` with tiles.
+
+        Raises a `ValueError` if the stored tensor has other axes, another dtype, or NaN or infinite values.
+        """
         features, axes = self._tensor(digest), 3 if self._tiled else 2
         if features.ndim != axes or not features.numel() or str(features.dtype) != self.maker.dtype:
             raise self._damaged(
@@ -262,21 +275,21 @@ class VisionFeatures:
 
     def _damaged(self, digest: str, expected: str) -> ValueError:
         return ValueError(
-            f"{self._shards[digest]} is damaged: expected {expected}, for the picture {digest[:12]}. {AGAIN}"
+            f"{self._shards[digest]} is damaged: expected {expected}, for the image {digest[:12]}. {AGAIN}"
         )
 
 
-PARTIAL = "rank-{:05d}.partial"  # the file that a process is writing
+PARTIAL = "rank-{:05d}.partial"  # name of a shard while a process writes it
 SHARD_BYTES = 2**28
 
 
 class EncodedPictures(NamedTuple):
-    """What one process has done with its share of the pictures."""
+    """What one process has done with its share of the images."""
 
-    new: int  # pictures that were encoded
-    known: int  # pictures whose features the folder held already
-    nbytes: int  # of the files that were written
-    problems: dict[str, str]  # rows and pictures that cannot be read, each with the reason
+    new: int  # images that were encoded
+    known: int  # images whose features the folder held already
+    nbytes: int  # size of the files that were written
+    problems: dict[str, str]  # rows and images that cannot be read, each with the reason
 
 
 @torch.no_grad()
@@ -292,14 +305,28 @@ def encode_pictures(
     rank: int = 0,
     world_size: int = 1,
 ) -> EncodedPictures:
-    """Writes the vision tower's outputs for the pictures of rows that no complete file of a folder holds yet.
+    """Writes the vision tower's outputs for the images of rows into a folder. Images that it holds are skipped.
 
-    Rows are read as they come, the same in all processes (`world_size`). Each process takes its share of the pictures,
-    has `workers` that read them, and writes files of about `shard_bytes`.
+    All processes read the same rows, and each encodes its share of the images. A call that was stopped can be repeated:
+    it continues with the images that no complete file of the folder holds.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): a model with a vision tower.
+        processor ([`XAttnProcessor`]): prepares the images.
+        rows ([`Rows`]): the rows whose images are encoded.
+        folder (`str` or `Path`): where the files are written. It is made if it does not exist.
+        batch_size (`int`, defaults to 8): rows, and images, at a time.
+        workers (`int`, defaults to 0): worker processes that read images.
+        shard_bytes (`int`, defaults to 256 MiB): size of a file.
+        rank (`int`, defaults to 0), world_size (`int`, defaults to 1): number of this process, and of all processes.
+
+    Returns:
+        [`EncodedPictures`]: what this process has done.
 
     Raises:
         TypeError: for a model without blocks.
-        ValueError: for a model without a vision tower, or a folder with damaged files or features of another tower.
+        ValueError: for a model without a vision tower, and for a folder with damaged files or with features of another
+            tower.
     """
     folder, tower = Path(folder), tower_of(model)
     identities = tower_identity(model.config, tower), image_processor_identity(processor)
@@ -321,7 +348,7 @@ def encode_pictures(
             problems.update(batch.problems)
             known |= batch.known
             for digests, inputs in batch.groups:
-                if new.issuperset(digests):  # another worker has read them too
+                if new.issuperset(digests):  # another worker has read these images before
                     continue
                 for digest, tensors in zip(digests, _outputs(body_of(model), inputs)):
                     if digest not in new:
@@ -334,18 +361,18 @@ def encode_pictures(
 
 
 class _Batch(NamedTuple):
-    groups: list[tuple[list[str], dict[str, torch.Tensor]]]  # digests of pictures, with the model's inputs
-    known: set[str]  # pictures whose features the folder holds
+    groups: list[tuple[list[str], dict[str, torch.Tensor]]]  # digests of images, with the model's inputs
+    known: set[str]  # images whose features the folder holds
     problems: dict[str, str]
 
 
 class _PictureReader:
-    """Reads the pictures of a batch of rows that have no features yet and are of this process's share."""
+    """Reads the images of a batch of rows, if they have no features yet and belong to the share of this process."""
 
     def __init__(self, processor: XAttnProcessor, rows: Rows, held: set[str], size: int, rank: int, world_size: int):
         self.processor, self.rows, self.held, self.size = processor, rows, held, size
         self.rank, self.world_size = rank, world_size
-        self._read = set[str]()  # by this worker
+        self._read = set[str]()  # images that this worker has read
 
     def __call__(self, indices: list[int]) -> _Batch:
         batch = _Batch([], set(), {})
@@ -366,14 +393,14 @@ class _PictureReader:
         return batch
 
     def _is_own(self, picture: Any) -> bool:
-        """Whether this process encodes a picture. Its name decides, so that a file is not read for that."""
+        """Whether this process encodes an image. The image's name decides, so that no file is read for this."""
         if self.world_size == 1:
             return True
         name = picture if isinstance(picture, bytes) else str(picture).encode()
         return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % self.world_size == self.rank
 
     def _add(self, digests: list[str], pictures: Mapping[str, Any], batch: _Batch) -> None:
-        """Prepares pictures: one group if all have the same size, otherwise a group for each."""
+        """Prepares images. They are one group if all have the same size, and otherwise one group each."""
         try:
             images = [[pictures[digest]] for digest in digests]
             batch.groups.append((digests, dict(self.processor(images=images))))
@@ -387,7 +414,7 @@ class _PictureReader:
 
 
 def _known(folder: Path, maker: Maker) -> set[str]:
-    """The pictures whose features a folder holds."""
+    """Returns the images whose features a folder holds. Raises a `ValueError` for features of another tower."""
     if not any(folder.glob(SHARDS)):
         return set()
     held = VisionFeatures.before_weights(folder)
@@ -402,29 +429,36 @@ def _known(folder: Path, maker: Maker) -> set[str]:
 
 
 def tower_output(body: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Tiles | None]:
-    """What the tower of an [`XAttnModel`] returns for pictures `(pictures, 1, ...)`, or has returned, and their tiles.
+    """Returns the output of the tower of an [`XAttnModel`] for images, and their tiles.
 
-    `(pictures, tokens, width)`, or `(pictures, 1, tiles, tokens, width)`.
+    The tower does not run if the inputs hold `vision_features`, which are its stored outputs.
+
+    Args:
+        inputs (`dict`): image inputs of the processor, each `(images, 1, ...)`.
+
+    Returns:
+        The output `(images, tokens, width)`, or `(images, 1, tiles, tokens, width)` with tiles. The tiles are None if
+        the tower has none.
     """
     inputs = {name: value.to(body.vision_tower.device) for name, value in inputs.items()}
     tiles = Tiles(*(inputs[name] for name in TILE_INPUTS)) if TILE_INPUTS[0] in inputs else None
-    if "vision_features" in inputs:  # of `VisionFeatures.reader`
+    if "vision_features" in inputs:  # `VisionFeatures.reader` has looked them up
         output = inputs["vision_features"]
         return (output[:, 0] if tiles is None else output), tiles
     output = run_tower(body.vision_tower, inputs["pixel_values"], tiles, body.config.vision_feature_layer)[0]
-    if tiles is None and output.dim() == 4:  # convolutional towers: (pictures, channels, height, width)
+    if tiles is None and output.dim() == 4:  # convolutional towers: (images, channels, height, width)
         output = output.flatten(2).transpose(1, 2)
     return output, tiles
 
 
 def _outputs(body: Any, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """What the tower returns for each picture, by the end of its name in a file."""
+    """Returns what is stored for each image. The keys are added to the image's name in the file."""
     output, tiles = tower_output(body, inputs)
     if tiles is None:
         return [{"": _owned(each)} for each in output]
     outputs = []
     for features, ids, mask in zip(output[:, 0], tiles.aspect_ratio_ids[:, 0], tiles.aspect_ratio_mask[:, 0]):
-        real = features[mask != 0]  # no text sees padding tiles
+        real = features[mask != 0]  # padding tiles are not stored: no text sees them
         named = {"": real, f".{TILE_INPUTS[0]}": ids, f".{TILE_INPUTS[1]}": mask}
         outputs.append({end: _owned(tensor) for end, tensor in named.items()})
     return outputs
@@ -435,7 +469,7 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Writer:
-    """Writes features to files, each of which gets its name when it is complete."""
+    """Writes features to files. A file gets its final name only when it is complete."""
 
     def __init__(self, folder: Path, maker: Maker, rank: int, shard_bytes: int):
         self.nbytes = 0
@@ -456,7 +490,7 @@ class _Writer:
             self._write()
 
     def close(self) -> None:
-        """Writes the rest, and removes what a killed run has left of its last file."""
+        """Writes the rest, and removes the unfinished file of a run that was killed."""
         if self._digests:
             self._write()
         self._partial.unlink(missing_ok=True)
@@ -464,7 +498,7 @@ class _Writer:
     def _write(self) -> None:
         save_file(self._tensors, str(self._partial), self._metadata)
         self.nbytes += self._partial.stat().st_size
-        # The pictures decide the name: no other process has the same.
+        # The name is a hash of the images in the file, so no other process writes the same name.
         name = hashlib.sha256("".join(sorted(self._digests)).encode()).hexdigest()[:16]
         replace_file(self._partial, self._folder / SHARDS.replace("*", name))
         self._digests, self._tensors, self._size = [], {}, 0

@@ -204,7 +204,7 @@ def test_a_part_with_two_pictures(tmp_path):
     part = {"type": "image", "image": "a.png", "path": "b.png"}
     messages = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "red"}]
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"messages": messages}))
-    with pytest.raises(ValueError, match="expected one picture in a part, got 2"):
+    with pytest.raises(ValueError, match="expected one image in a part, got 2"):
         hf_xattn.load_rows(tmp_path / "metadata.jsonl")[0]
 
 
@@ -230,7 +230,7 @@ def test_pictures_in_texts(tmp_path):
         assert (collator([row])["pixel_values"] == expected).all()
     for wrong in ("data:image/png;base64,no!", "data:image/png,abc"):
         (tmp_path / "rows.jsonl").write_bytes(asked(image=wrong))
-        with pytest.raises(ValueError, match="expected a picture "):
+        with pytest.raises(ValueError, match="expected an image "):
             hf_xattn.load_rows(tmp_path / "rows.jsonl")[0]
 
 

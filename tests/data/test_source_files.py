@@ -17,7 +17,7 @@ def test_pictures_of_other_endings(ending, kind, tmp_path):
     (row,) = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {f"0.{ending}": content, "0.json": asked()}))
     assert pictures_of(row) == [content]
     (tmp_path / "metadata.jsonl").write_bytes(asked(path=f"a.{ending}"))
-    with pytest.raises(ValueError, match="the name of a picture in one of .* got it in 'path'"):
+    with pytest.raises(ValueError, match="the name of an image in one of .* got it in 'path'"):
         hf_xattn.load_rows(tmp_path / "metadata.jsonl")[0]
 
 
@@ -25,7 +25,7 @@ def test_pictures_of_other_endings(ending, kind, tmp_path):
 def test_pictures_that_nothing_reads(ending, tmp_path):
     """The same for a kind that Pillow does not read, and for a video."""
     rows = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {f"0.{ending}": b"<svg/>", "0.json": asked()}))
-    with pytest.raises(ValueError, match=f"expected pictures of a kind that Pillow reads, got 0.{ending}"):
+    with pytest.raises(ValueError, match=f"expected images of a kind that Pillow reads, got 0.{ending}"):
         rows[0]
 
 
@@ -110,7 +110,7 @@ def test_pictures_of_unknown_endings(name, tmp_path):
     """A row that is trained as a text, because its picture has an ending that nobody knows."""
     content = b"\x93NUMPY" if name.endswith("npy") else picture("red", "JPEG")
     rows = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {name: content, "0.json": asked()}))
-    with pytest.raises(ValueError, match=f"expected .*picture.* got {name}"):
+    with pytest.raises(ValueError, match=f"expected .*image.* got {name}"):
         rows[0]
 
 

@@ -171,7 +171,7 @@ def test_forms(example, expected, tmp_path):
     "example, words",
     [
         ({"image": "red.png", "conversations": [{"from": "human", "value": "<image><image> ?"}, {"from": "gpt", "value": "a"}]}, "2 image part"),  # noqa: E501
-        ({"conversations": [{"from": "human", "value": "<image> ?"}, {"from": "gpt", "value": "a"}]}, "has no picture for it"),  # noqa: E501
+        ({"conversations": [{"from": "human", "value": "<image> ?"}, {"from": "gpt", "value": "a"}]}, "has no image for it"),  # noqa: E501
         ({"conversations": [{"from": "robot", "value": "?"}]}, "turn 0 of `conversations` to have `from`"),
         ({"conversations": []}, "list of turns that is not empty"),
         ({"texts": [{"user": "a"}]}, "turn 0 of `texts` to have `user` and `assistant`"),
@@ -182,7 +182,7 @@ def test_forms(example, expected, tmp_path):
         ({"system": ["be short"], "question": "b", "answer": "c"}, "'system' must be a text, got ['be short']"),
         ({"system": "a", "messages": [{"role": "system", "content": "b"}]}, "one in 'messages' and the field 'system'"),
         ({"image": "red.png", "file_name": "blue.png", "text": "a"}, "got both 'file_name' and 'image'"),
-        ({"image": "https://a.b/c.png", "text": "a"}, "must be files in the folder"),
+        ({"image": "https://a.b/c.png", "text": "a"}, "expected images as files, got the web address"),
         ({"image": 3, "text": "a"}, "names of files, got [3]"),
         ({"question": "b", "answer": 3}, "'answer' must be a text"),
         ({"question": "b", "answer": "c", "tools": [{"name": "f"}]}, "`tools`"),

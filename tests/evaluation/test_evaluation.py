@@ -421,7 +421,7 @@ def test_refused(saved, data, tmp_path, capsys):
     assert "metadata" in capsys.readouterr().err
     (data / "1.png").write_bytes((data / "1.png").read_bytes()[:-30])
     assert main(["eval", folder, "--data", str(data)]) == 2
-    assert "line 2: the picture '1.png' cannot be read" in capsys.readouterr().err
+    assert "line 2: the image '1.png' cannot be read" in capsys.readouterr().err
     (data / "1.png").unlink()
     assert main(["eval", folder, "--data", str(data)]) == 2
     assert "1.png" in capsys.readouterr().err

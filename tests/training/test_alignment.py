@@ -279,7 +279,7 @@ def test_blocks_with_positions_are_not_started(folder):
     """Keys that are turned away from the queries that were made for them."""
     model, processor = fresh(folder, cross_attention={"position": own_parts.TURNING})
     rows, _ = halves(32, 12)
-    with pytest.raises(ValueError, match="without a code of positions, .* `position='turning'`. Pass `blocks=False`"):
+    with pytest.raises(ValueError, match="without a position encoding .* `position='turning'`. Pass `blocks=False`"):
         align_connector(model, processor, rows)
     align_connector(model, processor, rows, blocks=False)
 
@@ -369,7 +369,7 @@ def test_what_cannot_be_aligned(folder):
     said_alike = [caption(row["messages"][0]["content"][0]["image"], "a picture") for row in rows]
     no_picture = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "red"}]}]
     for given, message in (
-        (said_alike, r"4 picture\(s\) whose texts differ in 0"),
+        (said_alike, r"4 image\(s\) whose texts differ in 0"),
         (no_picture, "none in 1 rows"),
         ([], "none in 0 rows"),
         ([*rows, {"messages": 3}], r"`rows\[4\]`.*messages"),
@@ -431,7 +431,7 @@ def test_words_that_no_picture_tells_are_left_out(folder):
     assert (found.pictures, found.words) == (240, len(COLOURS))
     few = align_connector(fresh(folder)[0], processor, rows[:60], blocks=False)
     assert few.words == len(COLOURS) + 2  # in 60 pictures chance tells too little of a word
-    with pytest.raises(ValueError, match="240 pictures that tell 0 of 2 words"):
+    with pytest.raises(ValueError, match="240 images that tell 0 of 2 words"):
         blind = [caption(Image.new("RGB", (32, 32)), "the" if coin else "square") for coin in coins]
         align_connector(fresh(folder)[0], processor, blind, blocks=False)
 

@@ -347,7 +347,7 @@ def test_a_picture_that_is_not_there(content):
     """A marker trained as letters, in rows of Python whose picture was forgotten."""
     row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "It is red."}]}
     for read in (XAttnDataCollator(make_processor(CHATML)), questions_of):
-        with pytest.raises(ValueError, match="a text holds '<image>'.*no picture for it"):
+        with pytest.raises(ValueError, match="a text holds '<image>'.*no image for it"):
             read([row])
 
 

@@ -263,7 +263,7 @@ def test_a_picture_that_cannot_be_read(model, tmp_path, monkeypatch):
     start = next(place for place in range(20) if not places[place] and places[place + 1])
     bad = order.index(start + 1)
     (folder / rows[bad]["messages"][0]["content"][0]["path"]).write_bytes(b"no picture")
-    with pytest.raises(ValueError, match=rf"{rows.place_of(bad)[1]}: the picture .* cannot be read"):
+    with pytest.raises(ValueError, match=rf"{rows.place_of(bad)[1]}: the image .* cannot be read"):
         reader_of(processor)([Place(order, start)])
     reader = reader_of(processor, tmp_path)
     batch = reader([Place(order, start)])
@@ -273,7 +273,7 @@ def test_a_picture_that_cannot_be_read(model, tmp_path, monkeypatch):
     assert torch.equal(batch["pixel_values"].flatten(), pixels.flatten())
     assert BadRowsFile(tmp_path, 1.0).count() == 0
     monkeypatch.setattr(kept_text, "SEARCHED", other - start - 1)
-    with pytest.raises(ValueError, match="Expected a row with a picture in the .* rows that follow .*line"):
+    with pytest.raises(ValueError, match="Expected a row with an image in the .* rows that follow .*line"):
         reader_of(processor, tmp_path)([Place(order, start)])
 
 
@@ -378,11 +378,11 @@ def test_refused(model, tmp_path, capsys):
         (["--data", data, "--distill-text", "nan"], "`--distill-text` must be above 0, got nan"),
         (["--data", data, "--distill-text", "inf"], "`--distill-text` must be above 0, got inf"),
         (["--data", data, "--distill-text", "1", "--train-text"], "`--distill-text` or `--train-text`, got both"),
-        (["--data", pictures, "--distill-text", "1"], "Expected a row without a picture in"),
-        (["--data", pictures, "--distill-text", "1", "--stream"], "Expected a row without a picture in"),
-        (["--data", texts, "--distill-text", "1"], "Expected a picture in"),
+        (["--data", pictures, "--distill-text", "1"], "Expected a row without an image in"),
+        (["--data", pictures, "--distill-text", "1", "--stream"], "Expected a row without an image in"),
+        (["--data", texts, "--distill-text", "1"], "Expected an image in"),
         (["--data", unasked, "--distill-text", "1"], "line 2: Expected a user message for the 1 image(s)"),
-        (["--data", data, "--distill-text", "1", "--max-length", "28"], "beside the picture of another row"),
+        (["--data", data, "--distill-text", "1", "--max-length", "28"], "shown with the image of another row"),
     ):
         status, _, error = run_training(capsys, model, *given, "--output", tmp_path / "out", "--steps", "1")
         assert status == 2 and told in error, (given, error)

@@ -261,14 +261,14 @@ def test_pictures_without_features(model, features, tmp_path, capsys):
     )
     assert status == 2 and "3 line(s)" in error
     lines = {line.split(":")[0].strip(): line for line in error.splitlines()}
-    assert "holds no features of the picture" in lines["line 1"] and "red.png" in lines["line 1"]
+    assert "holds no features of the image" in lines["line 1"] and "red.png" in lines["line 1"]
     assert "new.png" in lines["line 3"] and "encode-features" in lines["line 3"]
     assert "'broken.png' cannot be read" in lines["line 4"]
     collator = XAttnDataCollator(AutoProcessor.from_pretrained(model), features=VisionFeatures(features, load(model)))
     rows = load_rows(data)[:]
     collator(rows[1:2])
     draw("yellow", 20).save(data / "blue.png")
-    with pytest.raises(ValueError, match="holds no features of the picture.*blue.png"):
+    with pytest.raises(ValueError, match="holds no features of the image.*blue.png"):
         collator(rows[1:2])
     for image, words in (
         (draw("red"), "to be files.*got PIL.Image.Image"),
@@ -319,7 +319,7 @@ def test_files_of_somebody_else(made, model, data, tmp_path, capsys):
     status, _, error = run(capsys, *encode(model, data, folder))
     assert status == 2 and str(folder / name) in error
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    with pytest.raises(ValueError, match=f"{name} is .*not of `hf-xattn encode-features`"):
+    with pytest.raises(ValueError, match=f"{name} is .*not a file of `hf-xattn encode-features`"):
         VisionFeatures(folder, load(model))
 
 

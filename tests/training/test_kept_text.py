@@ -105,7 +105,7 @@ def test_by_default(model, desk, tmp_path, capsys, monkeypatch):
     status, out, error = run_training(capsys, *options, "--output", tmp_path / "out", texts=True)
     assert status == 0, error
     assert "34 examples to train on, 14 to evaluate on" in out  # without the texts
-    assert "6 text prompts beside pictures come to 34 examples in an epoch (`--text-share 0.15`)" in out
+    assert "6 text prompts are added to the 34 examples of an epoch (`--text-share 0.15`)" in out
     told = re.search(r"380 of 380 text prompts have an answer to train on, after [\d.]+ s: (.*)", out)
     assert told and told[1] == str(tmp_path / "out" / KEPT_TEXT_FILE)
     rows = kept(tmp_path / "out")
@@ -234,7 +234,7 @@ def test_own_texts_and_prompts(model, desk, tmp_path, capsys, monkeypatch):
     count = Counter(seen)
     assert count.pop(TEXT["question"]) >= 2 and sum(count.values()) >= 1 and count.keys() <= set(ASKED)
     status, out, error = run_training(capsys, model, *options, "--output", tmp_path / "checked")
-    assert status == 0 and "2 of the examples have no picture: they are shown beside those of others" in out, error
+    assert status == 0 and "2 of the examples have no image: they are shown with images of others" in out, error
 
 
 def test_own_rows_that_cannot_stand_beside_a_picture(model, desk, tmp_path, capsys):

@@ -56,7 +56,7 @@ def test_a_run_that_learns_to_look(tmp_path, told):
     logged = [entry for entry in trainer.state.log_history if "loss_with_another" in entry]
     assert [entry["step"] for entry in logged] == [30, 60]
     assert logged[-1]["loss_with_own_picture"] == last.own and logged[-1]["loss_with_another"] == last.another
-    assert told() == [] and "uses its pictures: loss 0.0" in str(last)
+    assert told() == [] and "uses its images: loss 0.0" in str(last)
 
 
 def test_a_run_that_stays_blind(tmp_path, told):
@@ -66,7 +66,7 @@ def test_a_run_that_stays_blind(tmp_path, told):
     assert losses == [] or losses[-1] < 1
     assert not last.uses and last.rows == 8
     (warning,) = told()
-    assert warning.startswith("The model does not use its pictures: loss 0.") and "learning rate" in warning
+    assert warning.startswith("The model does not use its images: loss 0.") and "learning rate" in warning
 
 
 def test_chance_is_no_use(tmp_path):
@@ -132,7 +132,7 @@ def test_the_command_says_it(tmp_path, capsys):
     model, out = tmp_path / "model", tmp_path / "out"
     status, said, error = run_training(capsys, model, "--data", data, "--output", out, "--steps", "60", *OPTIONS)
     assert status == 0, error
-    (told,) = re.findall("The model uses its pictures: loss (.*) with them, (.*) with those of other rows", said)
+    (told,) = re.findall("The model uses its images: loss (.*) with them, (.*) with those of other rows", said)
     assert float(told[0]) < float(told[1]) - 0.1
     assert "with those of other rows (8 rows), which are trained on" in said, said
     card = (out / "README.md").read_text()

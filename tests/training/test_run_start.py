@@ -65,7 +65,7 @@ def test_a_fresh_model_starts_by_its_rows(data, tmp_path, capsys):
     model = saved(tmp_path / "model")
     status, out, error = run_training(capsys, model, "--data", data, "--output", tmp_path / "out", *STILL)
     assert status == 0, error
-    assert "by the words of 8 examples" in out and "They start by 4 words of 8 pictures" in out
+    assert "by the words of 8 examples" in out and "They start by 4 words of 8 images" in out
     started = weights(tmp_path / "out")
     check_same(started, aligned(model, load_rows(data)))
     before = weights(model)
@@ -129,13 +129,13 @@ def test_where_no_start_is_possible(tmp_path, capsys):
     """A run that ends, or that starts at random without a word."""
     same = write_examples(tmp_path / "data", [{**row, "text": "a circle."} for row in CAPTIONS])
     for name, config, reason in (
-        ("words", {}, "Expected `rows` whose texts name what pictures differ in"),
+        ("words", {}, "Expected `rows` whose texts name what images differ in"),
         ("layers", PERCEIVER, "Expected `model` with a connector of a type of"),
         ("zero", {"cross_attention_config": FLAMINGO}, "Expected blocks with `zero_init`"),
     ):
         model = saved(tmp_path / name, **config)
         status, out, error = run_training(capsys, model, "--data", same, "--output", tmp_path / f"{name}_out", *STILL)
-        assert status == 0 and f"They start at random, which learns later: {reason}" in out, error
+        assert status == 0 and f"so the model learns later to use its images: {reason}" in out, error
         check_same(weights(tmp_path / f"{name}_out"), weights(model))
         asked = ("--align", same, "--output", tmp_path / f"{name}_asked")
         status, _, error = run_training(capsys, model, "--data", same, *asked, *STILL)
@@ -205,7 +205,7 @@ def test_bad_rows_of_a_stream(tmp_path, capsys):
     model = saved(tmp_path / "model")
     options = [*STILL, "--stream", "--bad-rows", "skip", "--bad-rows-limit", "0.5"]
     status, out, error = run_training(capsys, model, "--data", data, "--output", tmp_path / "out", *options)
-    assert status == 0 and "They start by 4 words of 8 pictures" in out, error
+    assert status == 0 and "They start by 4 words of 8 images" in out, error
 
 
 def test_many_rows(data, tmp_path, capsys, monkeypatch):

@@ -190,7 +190,7 @@ def test_what_a_stream_lacks(model, tmp_path, capsys):
     data = write_examples(tmp_path / "data", [{"question": "a ?", "answer": "b"}] * 3)
     options = ["--data", data, "--stream", "--steps", "1", "--output", tmp_path / "out"]
     status, _, error = run_training(capsys, model, *options)
-    assert status == 2 and "Expected a picture in" in error
+    assert status == 2 and "Expected an image in" in error
     status, _, error = run_training(capsys, model, *options, "--train-text", "--prompt", "what ?")
     assert status == 2 and "for `--prompt`" in error
     assert not (tmp_path / "out").exists()
@@ -230,7 +230,7 @@ def test_pictures_on_both_sides(model, tmp_path, capsys):
     """An evaluation loss of pictures that the model has seen, taken for one of new pictures."""
     data = write_examples(tmp_path / "data", lines(8, {}))  # eight questions about one picture
     options = ["--data", data, "--steps", "1", "--batch-size", "2", *FAST[:4]]
-    told = "2 of the examples to evaluate on show pictures that are trained on, too"
+    told = "2 of the examples to evaluate on show images that are trained on, too"
     status, out, error = run_training(capsys, model, *options, "--eval-share", "0.25", "--output", tmp_path / "a")
     assert status == 0 and told in out, error
     others = write_examples(tmp_path / "others", lines(2, {}))

@@ -143,7 +143,7 @@ def test_pictures_are_needed(model, tmp_path, capsys):
     data = write_examples(tmp_path / "data", [{"question": "what is it ?", "answer": "a red circle"}])
     options = [model, "--data", data, "--output", tmp_path / "out", "--steps", "1", *FAST]
     status, _, error = run_training(capsys, *options)
-    assert status == 2 and "Expected a picture in" in error and "`--train-text`" in error
+    assert status == 2 and "Expected an image in" in error and "`--train-text`" in error
     assert not (tmp_path / "out").exists()
     assert run_training(capsys, *options, "--train-text")[0] == 0
 
@@ -215,7 +215,7 @@ def test_bad_lines_are_told_at_once(model, tmp_path, capsys):
         ({"messages": "what ?"}, "list of chat messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "https://a.b/c.png"}]}]},
-            "files in the folder",
+            "expected images as files",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "path": "none.png"}]}]},
