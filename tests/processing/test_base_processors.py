@@ -41,7 +41,7 @@ def test_bases_give_it(bases, caplog, capsys):
         assert isinstance(processor, XAttnProcessor) and processor.image_token == "<image>"
         inputs = processor(text="<image> what is it ?", images=[make_picture()])
         assert inputs["pixel_values"].shape == (1, 1, 3, 32, 32) and inputs["input_ids"][0, 0] == marker
-    assert "holds no processor. It is made of the tokenizer of" in caplog.text
+    assert "holds no processor. A processor is made from the tokenizer of" in caplog.text
     make_picture().save(bases / "picture.png")
     command = ["generate", added, "--prompt", "what is it ?", "--image", bases / "picture.png"]
     assert main([str(word) for word in [*command, "--max-new-tokens", 2]]) == 0, capsys.readouterr().err
