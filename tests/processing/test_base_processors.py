@@ -92,7 +92,7 @@ def test_without_a_tower(bases):
     assert (
         not isinstance(tokenizer, ProcessorMixin) and torch.tensor(tokenizer("what is it ?")["input_ids"]).numel() == 4
     )
-    with pytest.raises(ValueError, match="`image_processor` is required. For text alone, the tokenizer is enough"):
+    with pytest.raises(ValueError, match="Expected an `image_processor`, got None. For texts without images, use the tokenizer"):
         AutoProcessor.from_pretrained(bases / "added")
 
 

@@ -226,7 +226,7 @@ def test_control_tokens_of_users_are_texts():
 def test_truncation_that_cuts_markers():
     """An image without its marker."""
     processor = make_processor(TEXT_TEMPLATES["concatenation"], "<image>")
-    with pytest.raises(ValueError, match="of text 0, got 1 markers and 2 images. Truncation cut"):
+    with pytest.raises(ValueError, match="of text 0, got 1 markers and 2 images. Truncation has cut"):
         processor.apply_chat_template(TALK[1:2], tokenize=True, truncation=True, max_length=4)
 
 
