@@ -438,7 +438,7 @@ def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Te
         raise ValueError(
             f"Expected `{name}` to be in 0..255, got an array of {tensor.dtype} with values from {low:.3g} to "
             f"{high:.3g}: divided by 255, the image becomes almost black. Pass `do_rescale=False` for values in 0..1, "
-            "such as torchvision's `ToTensor` gives. Pass a picture that is this dark as uint8."
+            "such as torchvision's `ToTensor` gives. Pass an image that really is this dark as uint8."
         )
     tensor = tensor.to(torch.float32)
     return tensor.round() if rescale and high > 1 else tensor  # The PIL backend only takes whole numbers.

@@ -110,7 +110,7 @@ def test_videos_in_parts():
 
 WRONG = {
     "a string": ("a dog", TypeError, "`conversation` to be a list"),
-    "empty": ([], ValueError, "`conversation` is an empty list"),
+    "empty": ([], ValueError, "Expected `conversation` to have one message or more, got an empty list"),
     "empty in a batch": ([TALK, []], ValueError, "conversation 1 to have one message or more"),
     "message": (["a dog"], TypeError, "message 0 of `conversation` to be a dict"),
     "no role": ([{"content": "a"}], TypeError, "message 0.*without `role`"),
