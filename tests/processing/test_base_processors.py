@@ -81,7 +81,7 @@ def test_bases_without_a_processor(bases, tmp_path):
         AutoProcessor.from_pretrained(added)
     added = save(bases, image_token_id=30, additional_vocab_size=1)
     make_vision_checkpoint(bases / "vision")
-    with pytest.raises(ValueError, match="tokenizer of its base .*text has no token 30, which is the image marker of the model"):
+    with pytest.raises(ValueError, match="tokenizer of its base .*text has no token 30, which is the image marker"):
         AutoProcessor.from_pretrained(added)
 
 
