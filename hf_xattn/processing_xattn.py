@@ -1,4 +1,8 @@
-"""Combines a tokenizer and an image processor: turns texts, chats and their images into the inputs of a model."""
+"""The processor: combines a tokenizer and an image processor, and turns texts, chats and images into model inputs.
+
+In contrast to the processors of most vision-language models, it does not replace a marker by many image tokens. Images
+take no place in the text.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +26,32 @@ from .processing.image_reading import read_images
 from .processing.samples import OF_VIDEOS, lay_out, read_samples, read_texts
 from .utils.keywords import refuse_unknown
 from .utils.stub import NamesItsStub, own_code, references, write_stub
+from .utils.tensor_checks import type_name
 from .utils.transformers_api import has, needs
 from .utils.whole_folder import WholeFolder, refuse_unfinished
 
 
 TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")
-# Keywords under which transformers' processors take the arguments of one part.
+# Keywords with which the processors of transformers take the arguments of one part.
 NESTED = ("text_kwargs", "images_kwargs", "videos_kwargs", "common_kwargs")
 
 
 class XAttnProcessor(NamesItsStub, ProcessorMixin):
     r"""Combines any tokenizer with any image processor.
 
-    The place of an image in the batch decides to which text it belongs, so the text needs no markers. If the model
-    follows markers (`image_visibility` other than `"all"`), each image needs one.
+    The place of an image in the batch says to which text it belongs, so the text needs no markers. If the model uses
+    markers (`image_visibility` other than `"all"`), the text needs one marker for each image.
 
     Args:
-        image_processor, tokenizer: of transformers.
-        chat_template (`str` or `dict`, *optional*): as in transformers. Default: the tokenizer's.
-        image_token (`str`, *optional*): the marker of an image in the text, which must be in the vocabulary.
+        image_processor: an image processor of transformers.
+        tokenizer: a tokenizer of transformers.
+        chat_template (`str` or `dict`, *optional*): as in transformers. By default the template of the tokenizer.
+        image_token (`str`, *optional*): the marker of an image in the text, which must be in the vocabulary. By
+            default, the text has no markers.
+
+    Raises:
+        ValueError: without an image processor, for an image processor that makes images that are too large, and for an
+            `image_token` that is not in the vocabulary or is the padding token.
 
     Example:
 
@@ -60,14 +71,14 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     ```
     """
 
-    # Finds the image inputs without reading the images: see [`VisionFeatures.reader`].
+    # Returns the image inputs without reading the images, if it is set: see [`VisionFeatures.reader`].
     _look_up: Callable[[list[list[Any]]], dict[str, torch.Tensor]] | None = None
 
     def __init__(
         self, image_processor=None, tokenizer=None, chat_template=None, image_token: str | None = None, **kwargs
     ):
         if image_processor is None:
-            raise ValueError("`image_processor` is required. For text alone, the tokenizer is enough.")
+            raise ValueError("Expected an `image_processor`, got None. For texts without images, use the tokenizer.")
         check_image_processor(image_processor)
         self.image_token = image_token
         self.image_token_id = None
@@ -75,24 +86,24 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             token_id = tokenizer.convert_tokens_to_ids(image_token)
             if token_id is None or token_id == tokenizer.unk_token_id:
                 raise ValueError(
-                    f"`image_token` ({image_token!r}) is not in the tokenizer's vocabulary: add it with "
+                    f"Expected `image_token` to be in the tokenizer's vocabulary, got {image_token!r}. Add it with "
                     f"`tokenizer.add_tokens([{image_token!r}], special_tokens=True)` and resize the model's embeddings."
                 )
             if token_id == tokenizer.pad_token_id:
                 raise ValueError(
                     f"Expected `image_token` to be another token than the tokenizer's `pad_token`, got {image_token!r} "
-                    "for both: padding would count as image markers."
+                    "for both, so that padding would count as image markers. Choose another `image_token`."
                 )
             self.image_token_id = token_id
         super().__init__(image_processor, tokenizer, chat_template=chat_template, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs) -> list[str]:
-        """`ProcessorMixin.save_pretrained`, with the stub that `auto_map` names. All files are written, or none."""
+        """As in transformers. Also writes the stub that `auto_map` names. Either all files are written or none."""
         self.auto_map = {"AutoProcessor": references("xattn")["AutoProcessor"]}
-        if push_to_hub:  # transformers uploads what is new in the folder
+        if push_to_hub:  # transformers uploads the files that are new in this folder.
             write_stub(save_directory)
             return super().save_pretrained(save_directory, push_to_hub, **kwargs)
-        # A manifest has the digest of the stub that came with the model.
+        # The manifest of the folder has the digest of the stub, so the stub must not change.
         keeps_stub = (Path(save_directory) / MANIFEST).is_file()
         with WholeFolder(save_directory, None if keeps_stub else own_code) as fresh:
             if not keeps_stub:
@@ -102,14 +113,15 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args, **kwargs) -> Any:
-        """`ProcessorMixin.from_pretrained`. Refuses a folder in which a save was cut off.
+        """As in transformers, with two differences.
 
-        A model saved with `adapter_only=True`, without a processor, gets its bases' tokenizer and image processor.
+        A folder in which a save was interrupted raises an error. If a model was saved with `adapter_only=True` and its
+        folder has no processor, the tokenizer and the image processor of its bases are loaded.
         """
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             refuse_unfinished(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
             if find_manifest(pretrained_model_name_or_path, kwargs) is not None:
-                from .processing.base_processors import parts_of_bases  # not a part of the code in a saved folder
+                from .processing.base_processors import parts_of_bases  # The code in a saved folder lacks this module.
 
                 if (parts := parts_of_bases(pretrained_model_name_or_path, kwargs)) is not None:
                     return cls(**parts)
@@ -117,7 +129,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:
-        """The processor's own template, or the tokenizer's if the processor has none."""
+        """The chat template of the processor. If it has none, the chat template of the tokenizer."""
         own = self._chat_template
         return getattr(self.tokenizer, "chat_template", None) if own is None else own
 
@@ -136,37 +148,39 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         """
         Args:
             images (*optional*): for one text, an image or a list of images. For a list of texts, a list with one entry
-                for each: an image, a list of images (possibly empty) or None. An image is a PIL image, an array or
-                tensor, a path, a URL, a data URL or base64, and is read as an upright RGB image; transparent areas
-                become white.
-            text (`str` or `list[str]`): one text or a batch.
-            videos (*optional*): as `images`, with a video in place of an image: an array `(frames, height, width,
-                channels)` or `(frames, channels, height, width)`, a list of images, or a video file, which needs a
-                decoder (PyAV). The frames follow the images of the text; `num_frames` takes some, evenly spaced.
-            return_tensors (`str`, *optional*, defaults to `"pt"`): `"pt"`, `"np"`, or None: token ids are lists, and
-                images are tensors.
-            kwargs: for the tokenizer (`padding`, `truncation`, ...) and the image processor (`do_rescale`, `size`,
-                ...), flat or as `text_kwargs`, `images_kwargs` and `videos_kwargs`. A batch is padded by default.
-                Texts that start with the BOS token, as rendered chats may, get no second one.
+                for each text: an image, a list of images (which may be empty) or None. An image is a PIL image, an
+                array or tensor, a path, a URL, a data URL or base64. It is read as an upright RGB image, and
+                transparent areas become white.
+            text (`str` or `list[str]`, *optional*): one text or a batch of texts.
+            videos (*optional*): as `images`, with videos in the place of images. A video is an array `(frames, height,
+                width, channels)` or `(frames, channels, height, width)`, a list of images, or a video file, which needs
+                a decoder (PyAV). The frames follow the images of the text. `num_frames` takes some of them, evenly
+                spaced.
+            return_tensors (`str`, *optional*, defaults to `"pt"`): `"pt"`, `"np"` or None. With None, token ids are
+                lists, and images are tensors.
+            kwargs: arguments of the tokenizer (`padding`, `truncation`, ...) and of the image processor (`do_rescale`,
+                `size`, ...), directly or in `text_kwargs`, `images_kwargs` and `videos_kwargs`. A batch is padded by
+                default. Texts that start with the BOS token, as rendered chats may, get no second one.
 
         Returns:
-            `BatchFeature`: `input_ids` and `attention_mask` `(batch, text_len)`; with images also `pixel_values`
-                `(batch, num_images, channels, height, width)`, and, if texts have different numbers of images,
-                `image_mask` `(batch, num_images)`. An image processor that cuts images into tiles (Mllama's) gives
-                `(batch, num_images, max_num_tiles, channels, height, width)`, `aspect_ratio_ids` and
-                `aspect_ratio_mask`.
+            `BatchFeature`: with texts, `input_ids` and `attention_mask` `(batch, text_len)`. With images, also
+                `pixel_values` `(batch, num_images, channels, height, width)`. If texts have different numbers of
+                images, also `image_mask` `(batch, num_images)`. An image processor that cuts images into tiles
+                (Mllama's) returns `pixel_values` `(batch, num_images, max_num_tiles, channels, height, width)`,
+                `aspect_ratio_ids` and `aspect_ratio_mask`.
 
         Raises:
-            TypeError: for texts that are not strings, images of an unknown type, or unknown keywords.
-            ValueError: if texts and images do not match in number, or the processed images differ in size.
+            TypeError: for texts that are not strings, for images of an unknown type, and for unknown keywords.
+            ValueError: if the numbers of texts and of lists of images differ, if a text lacks a marker for an image,
+                or if the processed images differ in size.
         """
         if text is None and images is None and videos is None:
-            raise ValueError("Give `text`, `images` or both.")
+            raise ValueError("Expected `text`, `images` or both, got neither.")
         texts = None if text is None else read_texts(text, images)
         merged = self._merged(kwargs)
         return_tensors = merged["text_kwargs"].pop("return_tensors", return_tensors)
         if return_tensors not in ("pt", "np", None):
-            raise ValueError(f"`return_tensors` must be 'pt', 'np' or None, got {return_tensors!r}.")
+            raise ValueError(f"Expected `return_tensors` to be 'pt', 'np' or None, got {return_tensors!r}.")
         samples = None
         if images is not None or videos is not None:
             samples = read_samples(images, videos, texts, isinstance(text, str), merged["videos_kwargs"])
@@ -196,30 +210,37 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     ) -> Any:
         """Renders one chat or several chats with the template of the text model, and reads their images.
 
-        A template that writes `image_token` itself gets lists of parts. Any other gets plain texts, joined without
-        spaces, with `image_token`, if there is one, in the place of each image.
+        A template that writes `image_token` itself gets messages with lists of parts. Any other template gets plain
+        texts, in which the parts are joined without spaces. If there is an `image_token`, it is in the place of each
+        image.
 
         Args:
             conversation (`list`): messages with `role` and `content`, or a list of such lists. The content is a text
                 or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image" | "url" | "path" |
                 "base64": ...}`, `{"type": "image_url", "image_url": {"url": ...}}` or `{"type": "video", "video":
-                frames}`. An image part without a source takes the next of `images` in `processor_kwargs`.
-            chat_template (`str`, *optional*): a template or the name of one. Default: the processor's, else the
-                tokenizer's, else `chat_templates.DEFAULT_CHAT_TEMPLATE`.
+                frames}`. An image part without a source takes the next one of `images` in `processor_kwargs`.
+            chat_template (`str`, *optional*): a template or the name of a template. By default the template of the
+                processor, then that of the tokenizer, then `chat_templates.DEFAULT_CHAT_TEMPLATE`.
             tools, documents, add_generation_prompt, continue_final_message, return_assistant_tokens_mask, tokenize,
                 return_dict: as in transformers.
             return_tensors (`str`, *optional*): as in a call of the processor. `"auto"` means `"pt"` for one chat, and
-                None for a list of chats, as in transformers: lists of ids without padding, unless `padding` is given.
-            load_audio_from_video (`bool`): has no effect: the processor reads no sound.
-            processor_kwargs (`dict`, *optional*): arguments for the call of the processor. By default it adds no
-                special tokens (`add_special_tokens`), and pads a batch on the left with `add_generation_prompt` or
-                `continue_final_message` (`padding_side`).
-            sanitize_control_tokens (`bool`): as in transformers. Markers of image parts still count.
-            kwargs: variables of the template. Other names go to the processor.
+                None for a list of chats, as in transformers. With None, ids are lists without padding, unless `padding`
+                is given.
+            load_audio_from_video (`bool`): has no effect, because the processor reads no sound.
+            processor_kwargs (`dict`, *optional*): arguments for the call of the processor. By default, it adds no
+                special tokens (`add_special_tokens`). With `add_generation_prompt` or `continue_final_message`, it pads
+                a batch on the left (`padding_side`).
+            sanitize_control_tokens (`bool`): as in transformers. The markers of image parts still count.
+            kwargs: variables of the template. All other names are arguments for the call of the processor.
+
+        Returns:
+            `BatchFeature` as from a call of the processor, with `tokenize=True` and `return_dict=True`. Only its
+                `input_ids` with `tokenize=True` alone. Otherwise the rendered text, or a list of texts.
 
         Raises:
             TypeError: for names that neither the template nor the processor takes, and for parts that are not dicts.
-            ValueError: if the template loses the text of a message, or image parts and images differ in number.
+            ValueError: if the template loses the text of a message, or if the numbers of image parts and of images
+                differ.
 
         Example:
 
@@ -259,7 +280,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         def render(dicts: list[dict[str, Any]]) -> str:
             return render_jinja_template([dicts], tools, documents, template, **options)[0][0]
 
-        # Without `super()`, whose texts, images and masks of assistants differ between versions of transformers.
+        # `super()` is not called, because its texts, images and assistant masks differ between transformers versions.
         rendered: Any = render_jinja_template(
             [to_template(chat, self.image_token, render) for chat in messages],
             tools,
@@ -274,7 +295,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             return prompts if batched else prompts[0]
         if return_tensors != "auto":
             call["return_tensors"] = return_tensors
-        elif batched:  # as transformers' own processors: unpadded lists
+        elif batched:  # The processors of transformers also return lists without padding.
             call.setdefault("return_tensors", None)
         said = answers if return_assistant_tokens_mask else None
         left = bool(add_generation_prompt or continue_final_message)
@@ -284,7 +305,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     def _read_chats(
         self, conversation: Any, batched: bool, with_sources: bool, call: dict[str, Any]
     ) -> list[Conversation]:
-        """Reads conversations. Takes what concerns images and videos out of `call`."""
+        """Reads conversations. Removes the arguments about images and videos from `call`."""
         separate = call.pop("images", None)
         of_videos = {**(call.pop("videos_kwargs", None) or {}), **{n: call.pop(n) for n in OF_VIDEOS if n in call}}
         refuse_unknown(self.apply_chat_template, of_videos, frozenset(OF_VIDEOS))
@@ -292,7 +313,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         if batched and separate is not None and with_sources:
             if not isinstance(separate, (list, tuple)) or len(separate) != len(conversation):
                 raise ValueError(
-                    f"`images` must be a list with one entry for each of {len(conversation)} conversations."
+                    f"Expected `images` to be a list with one entry for each of {len(conversation)} conversations, got "
+                    f"{len(separate) if isinstance(separate, (list, tuple)) else type_name(separate)}."
                 )
             separate = [[] if images is None else images for images in separate]
         chats = []
@@ -307,10 +329,14 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     def _encoded_chats(
         self, prompts: list[str], images: list[list[Any]], call: dict[str, Any], answers: Any, left: bool
     ) -> BatchFeature:
-        """Calls the processor on rendered chats. `answers`: the assistant's ranges of characters, for masks."""
+        """Calls the processor for rendered chats.
+
+        `answers` are the ranges of characters that the assistant has written, for masks. `left` says whether a batch is
+        padded on the left.
+        """
         defaults: dict[str, Any] = {"add_special_tokens": False}
         if left:
-            defaults["padding_side"] = "left"  # `generate` continues at the right end
+            defaults["padding_side"] = "left"  # `generate` continues each text at its right end.
         of_text = call.get("text_kwargs") or {}
         call = {**{name: value for name, value in defaults.items() if name not in of_text}, **call}
         bos = self.tokenizer.bos_token
@@ -338,15 +364,15 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             name = "tool_use" if tools is not None and "tool_use" in named else "default"
             if name not in named:
                 raise ValueError(
-                    "Expected `chat_template` to name one of the processor's templates, because none of them is called "
-                    f"'default': {sorted(named)}; got None."
+                    f"Expected `chat_template` to name one of the processor's templates, {sorted(named)}, because none "
+                    "of them is called 'default', got None."
                 )
             return named[name]
         return default_template(self.tokenizer) if own is None else own
 
     def _merged(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments for each part, merged as in transformers. Raises a `TypeError` for unknown names."""
-        empty = ("audio", "audio_kwargs", *NESTED)  # as transformers' pipelines pass what there is not
+        """Returns the arguments of each part, merged as in transformers. Raises a `TypeError` for unknown names."""
+        empty = ("audio", "audio_kwargs", *NESTED)  # The pipelines of transformers pass None for these.
         kwargs = {name: value for name, value in kwargs.items() if value is not None or name not in empty}
         text, images, flat = self._known_kwargs()
         refuse_unknown(self.__call__, kwargs, flat)
@@ -359,7 +385,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             raise TypeError(str(error)) from error
 
     def _known_kwargs(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-        """The names that the tokenizer, the image processor, and a call take."""
+        """Returns the names that the tokenizer takes, those of the image processor, and those of a call."""
         of_image_processor = getattr(getattr(self.image_processor, "valid_kwargs", None), "__annotations__", {})
         text = frozenset(TextKwargs.__annotations__)
         images = frozenset({*ImagesKwargs.__annotations__, *of_image_processor})
@@ -371,11 +397,11 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     ) -> dict[str, Any]:
         for_tokenizer = dict(merged["text_kwargs"])
         with_types = for_tokenizer.pop("return_mm_token_type_ids", None) or merged.get("return_mm_token_type_ids")
-        for_tokenizer.pop("return_text_replacement_offsets", None)  # markers are never replaced
+        for_tokenizer.pop("return_text_replacement_offsets", None)  # Markers are never replaced.
         for_tokenizer["return_tensors"] = return_tensors
         if len(texts) > 1 and return_tensors is not None:
             for_tokenizer.setdefault("padding", True)
-        for_tokenizer.setdefault("return_token_type_ids", False)  # decoders do not take token types
+        for_tokenizer.setdefault("return_token_type_ids", False)  # Decoders do not take token types.
         bos = self.tokenizer.bos_token
         starts = [bos is not None and text.startswith(bos) for text in texts]
         if all(starts):
@@ -388,7 +414,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         if len(made["input_ids"]) != len(texts):
             raise ValueError(
                 f"Expected one row for each of {len(texts)} texts, got {len(made['input_ids'])}. "
-                "`return_overflowing_tokens` splits texts, but does not repeat their images: truncate without it."
+                "`return_overflowing_tokens` splits texts, but their images are not repeated. Leave it out."
             )
         self._check_markers(texts, made["input_ids"], samples)
         if with_types:
@@ -402,15 +428,15 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         flat = read_images([image for sample in samples for image in sample], self.image_processor, kwargs)
         if not flat:
             return {}
-        # One list per image: then a tiled image processor returns one row of tiles for each image.
+        # Each image is in a list of its own, so that a tiled image processor returns one row of tiles for each image.
         tiled = hasattr(self.image_processor, "max_image_tiles")
         made = self.image_processor([[image] for image in flat] if tiled else flat, **kwargs, return_tensors="pt")
-        if isinstance(made, torch.Tensor):  # Idefics' image processor
+        if isinstance(made, torch.Tensor):  # The image processor of Idefics returns a tensor.
             made = {"pixel_values": made}
         if (shown := made.get("pixel_mask")) is not None and not bool((torch.as_tensor(shown) != 0).all()):
             raise ValueError(
-                "Expected the image processor to return images without padding, got a `pixel_mask`, which vision "
-                "towers here do not read. Set its `size` so that all images are equally large, or `do_pad=False`."
+                "Expected the image processor to return images without padding, got a `pixel_mask`, which the vision "
+                "tower does not read. Set its `size` so that all images are equally large, or set `do_pad=False`."
             )
         pixels = made["pixel_values"]
         if not isinstance(pixels, torch.Tensor) or pixels.dim() != (6 if tiled else 4) or len(pixels) != len(flat):
@@ -422,14 +448,14 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         return lay_out({name: made[name][:, 0] if tiled else made[name] for name in names}, samples)
 
     def _check_markers(self, texts: list[str], input_ids: Any, samples: list[list[Any]] | None) -> None:
-        """Raises a `ValueError` if a text lacks one marker for each image. Counts ids, as the model does."""
+        """Raises a `ValueError` if a text does not have one marker for each image. Counts ids, as the model does."""
         if self.image_token is None:
             return
         for row, text in enumerate(texts):
             markers = int((np.asarray(input_ids[row]) == self.image_token_id).sum())
             images = len(samples[row]) if samples is not None else 0
             if markers != images:
-                cut = " Truncation cut markers off." if text.count(self.image_token) == images else ""
+                cut = " Truncation has cut markers off." if text.count(self.image_token) == images else ""
                 raise ValueError(
                     f"Expected one image marker ({self.image_token!r}) for each image of text {row}, got {markers} "
                     f"markers and {images} images.{cut} For a model without markers, leave `image_token` out of the "

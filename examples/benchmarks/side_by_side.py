@@ -210,10 +210,11 @@ def markdown(result: dict[str, Any]) -> str:
     lost = sum(line.ratio < 0.995 for line in lines)
     return "\n".join(
         [
-            f"`{result['command']}`, one run on {machine['device']} ({native} bfloat16 arithmetic, {threads}), torch "
-            f"{machine['torch']}, transformers {machine['transformers']}. bfloat16 where nothing else is said; N: "
-            "image tokens. Each line shows medians of runs that take turns. The last column is the best peer's value "
-            f"over ours: above 1 hf_xattn is better, and in **{lost} of {len(lines)}** lines, in bold, it is worse.",
+            f"This table comes from one run of `{result['command']}` on {machine['device']} ({native} bfloat16 "
+            f"arithmetic, {threads}), with torch {machine['torch']} and transformers {machine['transformers']}. The "
+            "dtype is bfloat16 unless a row says otherwise, and N is the number of image tokens. Each value is a "
+            "median of runs that take turns. The last column is the value of the best peer over ours. Above 1, "
+            f"hf_xattn is better. In **{lost} of {len(lines)}** rows it is worse, and the ratio is bold.",
             "",
             "| | hf_xattn | peers | times better |",
             "|---|---|---|---|",

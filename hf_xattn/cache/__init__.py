@@ -1,6 +1,5 @@
-"""What a conversation remembers: keys and values of images, which image belongs to which place of the text, and
-what the text has seen.
+"""The cache of a conversation: keys and values of images, the place of each image in the text, and what the text has
+seen of the images.
 
-What may come in: state that lives from call to call.
-Imports from: utils.
+This subpackage holds the state that lives from call to call. It imports from: utils.
 """

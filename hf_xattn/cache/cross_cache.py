@@ -1,11 +1,13 @@
 """The cross-attention half of an `EncoderDecoderCache`: keys and values of images, projected once.
 
-A row of this cache is an image row, not a text row. Beams, return sequences and many questions about one image share
-an image row, and attention folds them into one query axis. The length of this cache is the number of image tokens.
+The usual cross-attention cache has one row for each text row. A row of this cache is an image row instead. Beams,
+return sequences and many questions about one image share an image row, and attention folds them into one query axis.
+The length of this cache is the number of image tokens.
 
-The cache holds keys and values for all blocks and their layout, or nothing. Only [`CrossCache.fill`] adds images, for
-all blocks at once. Tensors are replaced and never written into, so several caches can share the keys and values of an
-image. Keys and values are in the dtype of the model, or in another form (see `cache/states.py`).
+Either the cache is empty, or it holds keys and values for all blocks and the layout of the images. Only
+[`CrossCache.fill`] adds images, for all blocks at once. Tensors are replaced and never written into, so several caches
+can share the keys and values of an image. Keys and values are in the dtype of the model, or in another form (see
+`cache/states.py`).
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ class CrossAttentionLayer(DynamicLayer):
 
     Attributes:
         keys, values (`torch.Tensor`): `(image rows, num_key_value_heads, num_image_tokens, head_dim)`. With
-            `quiet_softmax` the null key is in front of the image tokens. Of another form the steps of [`StoredStates`].
-        key_scales, value_scales (`torch.FloatTensor`, *optional*): their scales.
-        cache_dtype (`str`, *optional*): the name of their form; None for the dtype that the model computed in.
-        dtype (`torch.dtype`): of the keys and values that attention gets.
-        device (`torch.device`): where the block runs.
+            `quiet_softmax`, the null key comes before the image tokens. If `cache_dtype` is given, these are the steps
+            of [`StoredStates`].
+        key_scales, value_scales (`torch.FloatTensor`, *optional*): the scales of these steps.
+        cache_dtype (`str`, *optional*): name of the form in which keys and values are stored. None means the dtype
+            that the model computed in.
+        dtype (`torch.dtype`): dtype of the keys and values that attention receives.
+        device (`torch.device`): device on which the block runs.
     """
 
     keys: torch.Tensor
@@ -65,14 +69,14 @@ class CrossAttentionLayer(DynamicLayer):
         )
 
     def stored(self) -> KeyValue:
-        """Returns keys and values where they are stored."""
+        """Returns keys and values on the device and in the form in which they are stored."""
         if self.cache_dtype is None or self.key_scales is None or self.value_scales is None:
             return self.keys, self.values
         form = FORMS[self.cache_dtype]
         return form(self.keys, self.key_scales, self.dtype), form(self.values, self.value_scales, self.dtype)
 
     def read(self) -> KeyValue:
-        """Returns keys and values on the block's device. Offloaded ones are copied and stay offloaded."""
+        """Returns keys and values on the block's device. If they are offloaded, a copy is returned."""
         if self.keys.device == self.device:
             return self.stored()
         key, value = (map_states(states, self._to_block) for states in self.stored())
@@ -100,19 +104,20 @@ State: TypeAlias = (
 
 
 class CrossCache(DynamicCache):
-    """Images of a batch, for all blocks.
+    """The images of a batch, for all blocks.
 
     Args:
-        cache_dtype (`str`, *optional*): the form of keys and values, such as `"int8"`; None for the dtype that the
-            model computes in.
+        cache_dtype (`str`, *optional*): form of keys and values, such as `"int8"`. None means the dtype that the model
+            computes in.
 
     Attributes:
-        layers (`list[CrossAttentionLayer]`): one for each block; empty if there are no images.
-        layout ([`ImageLayout`], *optional*): describes the image tokens; None if there are no images.
-        made_by (`str`, *optional*): identity of the model and the weights that encoded the images, see
-            `checkpoints/model_identity.py`.
-        read_by (`str`, *optional*): identity of the `adapter_only=True` folder whose model has read the images with a
-            text. Empty for a model of no such folder, None before a text.
+        layers (`list[CrossAttentionLayer]`): one for each block. Empty if there are no images.
+        layout ([`ImageLayout`], *optional*): describes the image tokens. None if there are no images.
+        made_by (`str`, *optional*): identity of the model and the weights that encoded the images (see
+            `checkpoints/model_identity.py`).
+        read_by (`str`, *optional*): identity of the `adapter_only=True` folder from which the model was loaded that
+            has read the images with a text. Empty if the model does not come from such a folder. None if no text has
+            been read with the images yet.
     """
 
     def __init__(self, cache_dtype: str | None = None):
@@ -141,7 +146,7 @@ class CrossCache(DynamicCache):
 
     @property
     def cache_dtype(self) -> str | None:
-        """The form that keys and values have, or will have; None for the dtype that the model computes in."""
+        """Form that keys and values have, or will have once there are images. None: the dtype of the model."""
         return self.layers[0].cache_dtype if self.layers else self._dtype_of_first
 
     @property
@@ -158,10 +163,11 @@ class CrossCache(DynamicCache):
         """Appends images, for all blocks.
 
         Args:
-            layout ([`ImageLayout`]): of the new images.
-            keys_values (`list[tuple]`): one tuple for each block, in order: keys and values of all images, cached ones
-                first.
-            made_by (`str`, *optional*): identity of the model and the weights.
+            layout ([`ImageLayout`]): layout of the new images.
+            keys_values (`list[tuple]`): keys and values of all images, those of the cached images first. One tuple for
+                each block, in the order of the blocks.
+            made_by (`str`, *optional*): identity of the model and the weights. If the cache holds images already, its
+                own `made_by` stays.
         """
         layers = [CrossAttentionLayer(key, value) for key, value in keys_values]
         appended = layout if self.layout is None else self.layout.append(layout)
@@ -170,15 +176,18 @@ class CrossCache(DynamicCache):
         self.layers, self.layout, self.made_by = layers, appended, made_by
 
     def state(self) -> State:
-        """Returns the present state for [`restore`]. Copies nothing, because tensors are never written into."""
+        """Returns the present state, for [`restore`]. Nothing is copied, because tensors are never written into."""
         return self.layers, self.layout, self._maker, self._reader
 
     def restore(self, state: State) -> None:
-        """Returns to a `state`: images added since then are gone."""
+        """Returns to an earlier `state`. Images that were added after it are dropped."""
         self.layers, self.layout, self._maker, self._reader = state
 
     def plus_zero(self, zero: torch.Tensor) -> CrossCache:
-        """The same images, whose first keys depend on a zero: its gradient reaches what the zero was made of."""
+        """Returns a cache with the same images, and `zero` added to the keys of the first block.
+
+        The values do not change. A backward pass through the keys reaches the weights from which `zero` was computed.
+        """
         other = self.shared()
         key, value = other.layers[0].read()
         assert isinstance(key, torch.Tensor)
@@ -211,7 +220,7 @@ class CrossCache(DynamicCache):
             layer.offload()
 
     def mark_static(self) -> None:
-        """Tells `torch.compile` that the addresses of keys and values do not change, as a CUDA graph requires."""
+        """Tells `torch.compile` that the addresses of keys and values do not change. A CUDA graph requires this."""
         for layer in self.layers:
             for tensor in layer.tensors:
                 torch._dynamo.mark_static_address(tensor)
@@ -237,7 +246,7 @@ def _needs_text_rows(method: str) -> RuntimeError:
 
 
 def append(cached: KeyValue | None, new: KeyValue) -> KeyValue:
-    """Returns cached keys and values of a block, and new ones in the same dtype behind them."""
+    """Returns the cached keys and values of a block, followed by new ones in the same dtype."""
     if cached is None:
         return new
     return concatenate([cached[0], new[0]], dim=2), concatenate([cached[1], new[1]], dim=2)

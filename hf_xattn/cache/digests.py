@@ -1,6 +1,6 @@
-"""Numbers that stand for the content of images, by which a cache knows images that come again.
+"""Digests of images: numbers by which a cache recognizes an image that a later call passes again.
 
-`images/conversation.py` compares them.
+`images/conversation.py` compares the digests.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from torch import nn
 
 @dataclass(eq=False)  # not frozen: see `cache/image_layout.py`
 class Digests:
-    """One number for each image (pixels, or what the tower made of them) or each token (features), from [`digest`]."""
+    """The digests of some images.
 
-    of: str  # "pixel_values", "vision_features" or "cross_attention_states"
+    There is one number for each image (`pixel_values`, `vision_features`) or for each token
+    (`cross_attention_states`). [`digest`] computes them.
+    """
+
+    of: str  # the argument: "pixel_values", "vision_features" or "cross_attention_states"
     dtype: torch.dtype  # contents of different dtypes cannot be compared
-    values: torch.Tensor  # (R, count)
-    real: torch.Tensor | None  # (R, count), False = padding
-    sizes: tuple[int, ...]  # how many numbers each image has: 1 for pixels, the number of tokens for features
+    values: torch.Tensor  # (R, count), where R is the number of image rows
+    real: torch.Tensor | None  # (R, count), False = padding. None if there is no padding
+    sizes: tuple[int, ...]  # count of numbers of each image: 1, or the number of tokens for `cross_attention_states`
 
     def append(self, later: Digests) -> Digests:
-        """Returns these digests, followed by `later` ones of the same argument and the same rows."""
+        """Returns these digests, followed by those of `later` images of the same argument and the same rows."""
         real = None
         if self.real is not None or later.real is not None:
             real = torch.cat([self.real_or_all(), later.real_or_all()], dim=1)
@@ -39,13 +43,16 @@ class Digests:
         return torch.ones_like(self.values, dtype=torch.bool) if self.real is None else self.real
 
     def behind(self, count: int, size: int) -> Digests:
-        """Those after the first `count` numbers: of images of `size` numbers, or of one image if `size` is 0."""
+        """Returns the digests without the first `count` numbers.
+
+        Each of the remaining images has `size` numbers. If `size` is 0, the rest is one image.
+        """
         values, real = self.values[:, count:], None if self.real is None else self.real[:, count:]
         left = values.shape[1]
         return Digests(self.of, self.dtype, values, real, (size,) * (left // size) if size else (left,))
 
     def images(self, with_padding: bool = False) -> list[list[bytes]]:
-        """The numbers of the real images of each row, image by image."""
+        """Returns the numbers of each real image as bytes: a list for each row, with one entry for each image."""
         real = self.real_or_all() if not with_padding else torch.ones_like(self.values, dtype=torch.bool)
         parts = zip(self.values.cpu().split(self.sizes, dim=1), real.cpu().split(self.sizes, dim=1))
         columns = [[row[mask].numpy().tobytes() for row, mask in zip(*part)] for part in parts]
@@ -61,14 +68,14 @@ def digest(images: torch.Tensor) -> torch.Tensor:
     could cancel.
     """
     words = words_of(images.detach().flatten(2))
-    # black images of different sizes differ too, also if one is the other one turned
+    # Black images of different sizes get different digests, also if one has the height and the width of the other.
     turned = images.shape[-2] - images.shape[-1] if images.dim() > 4 else 0
     added = images[:1, :1].numel() + 1_000_003 * turned
     return mixed_sum(words, word_weights(words.shape[-1], words.device), added)
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:
-    """The bytes of the last axis as 64-bit words, with zeros at the end."""
+    """Returns the bytes of the last axis as 64-bit words. Zeros fill up the last word."""
     data = values.contiguous().view(torch.uint8)
     if data.shape[-1] % 8:
         data = nn.functional.pad(data, (0, -data.shape[-1] % 8))
@@ -76,13 +83,13 @@ def words_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def word_weights(count: int, device: torch.device) -> torch.Tensor:
-    """A different odd number for each word."""
+    """Returns a different odd number for each word."""
     weights = torch.arange(1, count + 1, device=device) * 6364136223846793005 + 1442695040888963407
     return (weights ^ (weights >> 29)) | 1
 
 
 def mixed_sum(words: torch.Tensor, weights: torch.Tensor, added: int = 0) -> torch.Tensor:
-    """The sum over the last axis. `added` goes to each word before it is multiplied."""
+    """Returns the sum over the last axis. `added` is added to each word before its multiplication."""
     mixed = ((words ^ (words >> 32)) + added) * weights
     return (mixed ^ (mixed >> 29)).sum(dim=-1)
 
@@ -94,12 +101,13 @@ def digests_of(
     image_mask: torch.Tensor | None,
     kinds: torch.Tensor | None = None,
 ) -> Digests:
-    """Digests of pixels `(R, num_images, ...)` or features `(R, num_images, tokens, context_size)`.
+    """Computes the digests of pixels `(R, num_images, ...)` or features `(R, num_images, tokens, context_size)`.
 
     Args:
-        compute_dtype (`torch.dtype`): the model's. Images that are equal in this dtype are equal.
+        name (`str`): the argument that passed the images.
+        compute_dtype (`torch.dtype`): dtype of the model. Images that are equal in this dtype get equal digests.
         image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding.
-        kinds (`torch.LongTensor`, *optional*): `(R, num_images)`. Images of other kinds differ.
+        kinds (`torch.LongTensor`, *optional*): `(R, num_images)`. Images of different kinds get different digests.
     """
     dtype = images.dtype if images.dtype.itemsize < compute_dtype.itemsize else compute_dtype
     images = images.to(compute_dtype)

@@ -1,7 +1,7 @@
-"""Encoded images as a value: what `encode_images` returns, and rows of it.
+"""Encoded images: the cache that `encode_images` returns, and the selection of its rows.
 
-Encoded images carry the identity of the model and the weights that made them (see `checkpoints/model_identity.py`).
-Files of them, and batches from several calls, are an extra: `storage/image_files.py`.
+Encoded images carry the identity of the model and the weights that encoded them (see `checkpoints/model_identity.py`).
+`storage/image_files.py` writes encoded images to files, and combines those of several calls into one batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .xattn_cache import XAttnCache
 class ImageCache(XAttnCache):
     """Encoded images: an `EncoderDecoderCache` with an empty self-attention half.
 
-    `generate(cache=image_cache)` uses a fork and does not change this object, so the images can be used
+    `generate(cache=image_cache)` uses a fork of the cache and does not change this object, so the images can be used
     again.
 
     Example:
@@ -44,7 +44,7 @@ class ImageCache(XAttnCache):
 
     @property
     def cache_dtype(self) -> str | None:
-        """`"int8"`, or None for the dtype that the model computes in."""
+        """`"int8"`, or None if keys and values are in the dtype that the model computes in."""
         return self.cross_attention_cache.cache_dtype
 
     @property
@@ -60,7 +60,15 @@ class ImageCache(XAttnCache):
 def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCache:
     """Returns the image rows `rows` of a cache, in that order. A row may be selected more than once.
 
-    Of the images of a conversation, which `forward` or `generate` has encoded, it is not known with which weights.
+    The cache of a conversation also works, if `forward` or `generate` has encoded its images. Such a cache does not
+    record which weights encoded them, so [`save_image_cache`] refuses the result.
+
+    Args:
+        cache ([`XAttnCache`]): a cache with images.
+        rows (`list[int]` or `torch.Tensor`): indices of image rows.
+
+    Returns:
+        [`ImageCache`]: the selected images, without text.
 
     Raises:
         TypeError: if `cache` is not a cache, or `rows` not a list or tensor of integers.
@@ -94,7 +102,7 @@ def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCac
 
 
 def empty_like(cache: Cache) -> Cache:
-    """Returns an empty text half of the same kind, with layers that fit the decoder."""
+    """Returns an empty text half of the same kind as `cache`, whose layers fit the decoder."""
     empty = copy.deepcopy(cache)
     empty.reset()
     empty_all_layers(empty)
@@ -102,6 +110,12 @@ def empty_like(cache: Cache) -> Cache:
 
 
 def images_of(name: str, cache: Any) -> tuple[CrossCache, ImageLayout]:
+    """Returns the image half of `cache` and its layout. Errors call the argument `name`.
+
+    Raises:
+        TypeError: for anything but a cache.
+        ValueError: for a cache without images, or one whose masks differ between text rows of an image row.
+    """
     if not isinstance(cache, EncoderDecoderCache):
         raise TypeError(f"Expected `{name}` to be a cache of `encode_images`, got {type_name(cache)}.")
     cross = cache.cross_attention_cache
@@ -111,8 +125,8 @@ def images_of(name: str, cache: Any) -> tuple[CrossCache, ImageLayout]:
         )
     if cross.layout.mask_rows > cross.rows:
         raise ValueError(
-            f"Expected `{name}` with masks of {cross.rows} image rows, got masks of {cross.layout.mask_rows} text "
-            "rows, which see different images. Encode the images again."
+            f"Expected `{name}` with one mask for each of its {cross.rows} image rows, got {cross.layout.mask_rows} "
+            "masks: text rows that share an image row see different images. Encode the images again."
         )
     return cross, cross.layout
 

@@ -1,9 +1,9 @@
 """Describes the image tokens of a batch: the image of each token, padding, and digests of the content.
 
-Rows with fewer images than the widest, and images with fewer tiles than others, are padded, and masks tell where. The
-real tokens are read on the host, so that padding costs no work. A GPU waits once for the values of these masks, where
-images come in; a layout remembers them, so no decode step waits. Compiled, exported and captured code has no values to
-read: there the answer is None, and the padding is computed and masked.
+Some rows have fewer images than others, and some images have fewer tiles. They are padded, and masks say where. The
+host reads these masks, so that only real tokens are computed. On a GPU, the host waits for the masks once, when new
+images come. The layout remembers the result, so no decode step waits. Compiled, exported and captured code has no
+values that could be read. There, padding is computed and masked.
 
 A layout never changes, because caches and conversations share it. A conversation that adds or hides images gets a new
 layout. The dataclass is not frozen, because transformers' exporters set attributes to move the tensors of a cache to
@@ -24,18 +24,22 @@ from .pytrees import UnexportedValue, dataclass_node
 
 
 class RealTokens(NamedTuple):
-    """Where the real tokens of a batch stand."""
+    """The places of the real tokens of a batch: M of the N tokens in each of R rows, all rows together."""
 
-    coordinates: torch.Tensor  # `(2, M)`, row and column of each
+    coordinates: torch.Tensor  # `(2, M)`, the row and the column of each real token
     shape: tuple[int, int]  # R and N
 
     def take(self, states: torch.Tensor) -> torch.Tensor:
-        """`(R, N, width)` to `(1, M, width)`."""
+        """Takes the real tokens of `(R, N, width)`. Returns `(1, M, width)`."""
         rows, columns = self.coordinates.to(states.device)
         return states[rows, columns][None]
 
     def spread(self, states: torch.Tensor, null_token: bool) -> torch.Tensor:
-        """`(1, M, heads, width)` to a contiguous `(R, heads, N, width)`. Padding and null token are zeros."""
+        """Puts real tokens `(1, M, heads, width)` back to their places. Padding becomes zeros.
+
+        Returns a contiguous tensor `(R, heads, N, width)`. With `null_token` there is one more token in front, which is
+        also zero.
+        """
         (rows, columns), (num_rows, num_tokens) = self.coordinates.to(states.device), self.shape
         _, _, heads, width = states.shape
         padded = states.new_zeros(num_rows, heads, num_tokens + null_token, width)
@@ -46,20 +50,20 @@ class RealTokens(NamedTuple):
 @dataclass_node
 @dataclass(eq=False)
 class ImageLayout:
-    """The images of `R` rows.
+    """The images of `R` image rows.
 
     A mask may have a multiple of `R` rows, if text rows that share an image row see different images.
     """
 
     sizes: tuple[int, ...]  # number of tokens of each image, including padding images
-    image_of_token: torch.Tensor  # `(N,)`, index of each token's image
-    token_mask: torch.Tensor | None = None  # (R, N), False = padding; None if there is no padding
-    image_mask: torch.Tensor | None = None  # (R, num_images), False = padding image
-    # one for pixels and one for features; None if the content was not recorded
+    image_of_token: torch.Tensor  # `(N,)`, index of the image to which each token belongs
+    token_mask: torch.Tensor | None = None  # `(R, N)`, False = padding. None if there is no padding
+    image_mask: torch.Tensor | None = None  # `(R, num_images)`, False = padding image. None if there is none
+    # One entry for each argument that passed images. None if the content of the images was not recorded.
     digests: tuple[Digests, ...] | None = None
 
     def __post_init__(self) -> None:
-        # What [`real_tokens`] has read of the masks, in a tuple; None if it has not yet.
+        # The result of [`real_tokens`] in a tuple of one entry. None until it is called.
         self._real_tokens: UnexportedValue[Any] = UnexportedValue(None)
 
     @classmethod
@@ -71,7 +75,7 @@ class ImageLayout:
         image_mask: torch.Tensor | None = None,
         digests: tuple[Digests, ...] | None = None,
     ) -> ImageLayout:
-        """Makes the layout of images with `sizes` tokens."""
+        """Builds the layout of images whose numbers of tokens are `sizes`. The other arguments are as in the fields."""
         counts = torch.tensor(sizes, device=device)
         image_of_token = torch.arange(len(sizes), device=device).repeat_interleave(counts, output_size=sum(sizes))
         return cls(sizes, image_of_token, token_mask, image_mask, digests)
@@ -82,7 +86,7 @@ class ImageLayout:
 
     @property
     def counts(self) -> torch.Tensor:
-        """`(R,)` or `(1,)`, number of real images in each row."""
+        """Number of real images in each row, `(R,)`, or `(1,)` if all rows have the same number."""
         if self.image_mask is None:
             return self.image_of_token.new_tensor([self.num_images])
         return self.image_mask.sum(dim=-1)
@@ -97,7 +101,10 @@ class ImageLayout:
         return max((mask.shape[0] for mask in (self.token_mask, self.image_mask) if mask is not None), default=1)
 
     def real_tokens(self, rows: int) -> RealTokens | None:
-        """The real tokens of `rows` image rows, or None if all tokens are real, or none is."""
+        """Returns the real tokens of `rows` image rows. None if all tokens are real, if none is, or in compiled code.
+
+        If text rows that share an image row have different masks, a token is real if any of their masks says so.
+        """
         mask = self.token_mask
         if mask is None or not has_values(mask):
             return None
@@ -109,7 +116,7 @@ class ImageLayout:
         return self._real_tokens.value[0]
 
     def append(self, later: ImageLayout) -> ImageLayout:
-        """The layout of these images, followed by `later` images of the same rows."""
+        """Returns the layout of these images, followed by `later` images of the same rows."""
         return ImageLayout(
             sizes=(*self.sizes, *later.sizes),
             image_of_token=torch.cat([self.image_of_token, later.image_of_token + self.num_images]),
@@ -119,11 +126,11 @@ class ImageLayout:
         )
 
     def select(self, rows: torch.Tensor, count: int) -> ImageLayout:
-        """The image rows `rows` (of `count`), one for each text row."""
+        """Returns the layout of the image rows `rows`. `count` is the number of image rows before the selection."""
         return self._taken(rows, lambda mask: rows.to(mask.device) * (mask.shape[0] // count))
 
     def select_text_rows(self, text_rows: torch.Tensor, batch_size: int, count: int) -> ImageLayout:
-        """The image rows that the text rows `text_rows` look at, one image row for each text row.
+        """Returns the layout with one image row for each of `text_rows`: the one that this text row looks at.
 
         `batch_size` and `count` are the numbers of text rows and of image rows before the selection.
         """
@@ -131,13 +138,13 @@ class ImageLayout:
         return self._taken(rows, lambda mask: text_rows.to(mask.device) // (batch_size // mask.shape[0]))
 
     def _taken(self, rows: torch.Tensor, rows_of: Callable[[torch.Tensor], torch.Tensor]) -> ImageLayout:
-        """The image rows `rows`, and the rows of each mask that `rows_of` names for it."""
+        """Returns the layout of the image rows `rows`. `rows_of` returns the rows of a mask that belong to them."""
         images, tokens = (None if mask is None else mask[rows_of(mask)] for mask in (self.image_mask, self.token_mask))
         digests = None if self.digests is None else tuple(part.select(rows) for part in self.digests)
         return replace(self, token_mask=tokens, image_mask=images, digests=digests)
 
     def of_text(self, image_rows: torch.Tensor) -> ImageLayout:
-        """The layout with masks of one row for each text row; `image_rows` `(B,)` as in [`values_of_text`]."""
+        """Returns the layout with masks that have one row for each text row. `image_rows` as in [`values_of_text`]."""
         if self.token_mask is None and not bool((image_rows < 0).any()):
             return self
         ones = self.image_of_token.new_ones(int(image_rows.max()) + 1, 1, dtype=torch.bool)
@@ -159,7 +166,7 @@ class ImageLayout:
 
 
 def real_coordinates(real: torch.Tensor | None) -> list[tuple[int, int]] | None:
-    """The (row, image) of each real image in `(R, n)`, or None if all are real."""
+    """Returns the (row, image) of each real image in `(R, n)`. None if all are real, or in compiled code."""
     if real is None or not has_values(real):
         return None
     coordinates = [(row, image) for row, image in real.nonzero().tolist()]
@@ -167,12 +174,15 @@ def real_coordinates(real: torch.Tensor | None) -> list[tuple[int, int]] | None:
 
 
 def rows_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Repeats the rows of a tensor, so that each of `rows` text rows has its own."""
+    """Repeats the rows of a tensor, so that each of `rows` text rows has a row of its own."""
     return tensor if tensor.shape[0] == rows else tensor.repeat_interleave(rows // tensor.shape[0], dim=0)
 
 
 def values_of_text(values: torch.Tensor, image_rows: torch.Tensor) -> torch.Tensor:
-    """Values `(R, ...)` of image rows as `(B, ...)`, for text rows that look at `image_rows` `(B,)`; zeros for a -1."""
+    """Returns the values `(R, ...)` of image rows as values `(B, ...)` of text rows.
+
+    `image_rows` `(B,)` holds the image row that each text row looks at. A text row with -1 gets zeros.
+    """
     rows = image_rows.to(values.device)
     return values[rows.clamp(min=0)].masked_fill((rows < 0).view(-1, *[1] * (values.dim() - 1)), 0)
 

@@ -1,12 +1,12 @@
 """Makes values of this package pytree nodes, for `torch.export` and transformers' exporters.
 
-Values that `forward` takes as arguments are pytree nodes. Caches become nodes only during an export: FSDP and others
-rebuild every node, and a caller's cache must stay the same object.
+Values that `forward` takes as arguments are pytree nodes. Caches become nodes only during an export, because FSDP and
+other wrappers rebuild every node, and a caller's cache must stay the same object.
 
 transformers' exporters flatten a cache through the `__dict__` of each object in it. Tensors become inputs of the
 program, and all other values must be equal in every call. Some values differ between calls although no graph reads
-them: the length of the text, and the identity of the weights. Such values are in slots, next to an empty `__dict__`.
-A cache that a program returns has lost them.
+them, such as the length of the text and the identity of the weights. These values are in slots, next to an empty
+`__dict__`, so the exporters do not see them. A cache that a program returns has lost them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 class Unexported:
-    """Base class for values in slots, which exporters do not see."""
+    """Base class of objects whose values are in slots, which exporters do not see."""
 
     __slots__ = ("__dict__",)
 
 
 class UnexportedValue(Unexported, Generic[T]):
-    """One value that exporters do not see. If an exported program has returned the cache, there is no `value`."""
+    """One value that exporters do not see. In a cache that an exported program has returned, `value` is missing."""
 
     __slots__ = ("value",)
 

@@ -1,7 +1,9 @@
-"""Keys and values of images as a cache stores them: as tensors, or in a form of fewer bytes, as steps with scales.
+"""The form in which a cache stores keys and values: tensors, or rounded steps with scales, which take fewer bytes.
 
-Such a form is an extra, which registers its class in `FORMS` by the `cache_dtype` that names it
-(`storage/int8_states.py` is one). It is for inference: rounding has no gradient. Letters as in `layers/attention.py`.
+A rounded form is an optional part of the package. Its class is registered in `FORMS` under the `cache_dtype` that
+selects it (`storage/int8_states.py` is one). It only works for inference, because rounding has no gradient.
+
+The letters in shapes are those of `layers/attention.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ from ..utils.tensor_checks import type_name
 
 @dataclass(frozen=True, eq=False)
 class StoredStates:
-    """Keys or values `steps * scales`. Reads like the tensor that it stands for, if whole tokens are taken."""
+    """Keys or values as `steps * scales`.
+
+    It can be indexed like the tensor that it stands for, as long as the index selects whole tokens.
+    """
 
     steps: torch.Tensor  # (R, K, N, D)
     scales: torch.Tensor  # (R, K, N, 1)
-    dtype: torch.dtype  # of the states before rounding
+    dtype: torch.dtype  # dtype of the states before rounding
 
-    form: ClassVar[str]  # its name in `FORMS`
+    form: ClassVar[str]  # name of this class in `FORMS`
     requires_grad = False
 
     @classmethod
@@ -32,16 +37,22 @@ class StoredStates:
         raise NotImplementedError
 
     def dequantized(self) -> torch.Tensor:
-        """`(R, K, N, D)` in `dtype`."""
+        """Returns the states `(R, K, N, D)` in `dtype`."""
         raise NotImplementedError
 
     @staticmethod
     def multiplies_few(query: torch.Tensor) -> bool:
-        """Whether [`attend`] with queries `(R, K, Q, D)` needs less time and memory than [`dequantized`] states."""
+        """Whether [`attend`] with queries `(R, K, Q, D)` needs less time and memory than attention over floats.
+
+        In that case the states need not be converted by [`dequantized`].
+        """
         return False
 
     def attend(self, query: torch.Tensor, value: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over these keys and `value`, of the same form, given a mask, the scaling and a position bias."""
+        """Computes attention over these keys, and over `value` in the same form.
+
+        The other arguments are a mask, the scaling and a position bias. Returns the output and the weights.
+        """
         raise NotImplementedError
 
     @property
@@ -57,7 +68,7 @@ class StoredStates:
         return self.steps.nbytes + self.scales.nbytes
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StoredStates:
-        """Changes steps and scales alike. `change` must leave the last axis alone."""
+        """Applies `change` to the steps and to the scales. `change` must not touch the last axis."""
         return type(self)(change(self.steps), change(self.scales), self.dtype)
 
     def __getitem__(self, index: Any) -> StoredStates:
@@ -75,7 +86,11 @@ FORMS: dict[str, type[StoredStates]] = {}
 
 
 def check_cache_dtype(name: str, value: Any) -> str | None:
-    """Returns the checked value of an argument: a name in `FORMS`, or None for the dtype that the model computes in."""
+    """Checks an argument that is a name in `FORMS`, or None for the dtype that the model computes in. Returns it.
+
+    Raises:
+        TypeError, ValueError: for any other value.
+    """
     if value is None or (isinstance(value, str) and value in FORMS):
         return value
     known = " or ".join([*(f'"{form}"' for form in FORMS), "None (the dtype that the model computes in)"])
@@ -105,7 +120,7 @@ def check_not_training(cache_dtype: str | None) -> None:
 
 
 def as_stored(states: States, cache_dtype: str | None) -> States:
-    """Keys or values in the form of a cache of `cache_dtype`."""
+    """Returns keys or values in the form of `cache_dtype`."""
     if isinstance(states, StoredStates):
         if states.form == cache_dtype:
             return states
@@ -114,16 +129,17 @@ def as_stored(states: States, cache_dtype: str | None) -> States:
 
 
 def dense(states: States) -> torch.Tensor:
+    """Returns keys or values as a tensor of floats."""
     return states.dequantized() if isinstance(states, StoredStates) else states
 
 
 def map_states(states: States, change: Callable[[torch.Tensor], torch.Tensor]) -> States:
-    """Applies `change`, which leaves the last axis alone, to the tensor or to both tensors of the states."""
+    """Applies `change` to the tensor of the states, or to both tensors. `change` must not touch the last axis."""
     return states.mapped(change) if isinstance(states, StoredStates) else change(states)
 
 
 def concatenate(parts: Sequence[States], dim: int) -> States:
-    """Like `torch.cat`, for states that are all floats or all of one form."""
+    """`torch.cat` for states, which must be all tensors of floats or all in the same rounded form."""
     floats = [part for part in parts if isinstance(part, torch.Tensor)]
     if len(floats) == len(parts):
         return torch.cat(floats, dim=dim)

@@ -1,10 +1,11 @@
-"""What the text has seen of the images.
+"""The progress of the text: what the text in a cache has seen of the images.
 
-Later text needs three things from earlier calls: the number of image markers, the row of a caller's mask that still
-applies, and the rows of a caller's mask for text that has not come yet. All three belong to text rows, so they follow
-beams, selection and repetition. A progress never changes: a call makes a new one, and the cache stores it when the
-call has succeeded. After a crop of the text (assisted decoding, a turn that is undone), the history gives the progress
-at any earlier position.
+Text of a later call needs three things from earlier calls: the number of image markers, the row of a caller's mask
+that still applies, and the rows of a caller's mask for text that has not come yet. All three belong to text rows, so
+they follow beams, selection and repetition of rows.
+
+A progress never changes. A call makes a new one, and the cache stores it when the call has succeeded. When text is
+removed (assisted decoding, a turn that is undone), the history gives the progress at any earlier position.
 
 No dataclass here is frozen, because transformers' exporters set attributes to move the tensors of a cache to the
 model's device.
@@ -23,24 +24,26 @@ from .pytrees import Unexported, dataclass_node
 def count_markers(
     past: torch.Tensor | None, markers: torch.Tensor, total: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Continues counting image markers over new text.
+    """Counts image markers in new text, and continues from the counts of earlier text.
 
     Args:
-        past (`torch.LongTensor`, *optional*): `(B, 3)`, the counts after earlier text: number of counted markers,
-            number of those before the latest run of markers, and whether the text ends with a counted marker.
+        past (`torch.LongTensor`, *optional*): `(B, 3)`, the counts after earlier text: the number of counted markers,
+            the number of counted markers before the latest run of adjacent markers, and whether the text ends with a
+            counted marker.
         markers (`torch.BoolTensor`): `(B, T)`, True where the new text holds a marker.
-        total (`torch.LongTensor`, *optional*): `(B or 1, 1)`, number of images; None if every marker has an image.
+        total (`torch.LongTensor`, *optional*): `(B or 1, 1)`, number of images. None if every marker has an image.
 
     Returns:
-        three tensors `(B, T)`: the markers that count, the number of markers up to and including each token, and the
-        number of markers before the latest run of markers; and the counts after the new text, `(B, 3)`.
+        Four tensors. The first three are `(B, T)`: the markers that count, the number of markers up to and including
+        each token, and the number of markers before the latest run of markers. The fourth is `(B, 3)`: the counts
+        after the new text.
     """
     rows, length = markers.shape
     past = markers.new_zeros(rows, 3, dtype=torch.long) if past is None else rows_to(past, rows)
     counts = markers.cumsum(dim=-1) + past[:, :1]
     counted = markers
     if total is not None:
-        # An extra marker, for example a generated one, must not count for an image that comes later.
+        # A marker without an image, for example a generated one, must not count for an image that comes later.
         counted = markers & (counts <= total)
         counts = torch.minimum(counts, torch.maximum(total, past[:, :1]))
     follows = torch.cat([past[:, 2:] > 0, counted[:, :-1]], dim=-1)
@@ -53,11 +56,12 @@ def count_markers(
 @dataclass_node
 @dataclass(eq=False)
 class CallersMask:
-    """Rows of a caller's mask. Image tokens outside of its columns follow `image_visibility`."""
+    """Rows of a mask that the caller has passed. Image tokens outside of its columns follow `image_visibility`."""
 
-    rows: torch.Tensor  # `(rows, text_len, columns)`, where `rows` divides the batch
+    rows: torch.Tensor  # `(rows, text_len, columns)`, where `rows` divides the batch size
     first: int = 0  # index of the image token in the first column
-    over: torch.Tensor | None = None  # `(B,)`, for a row that applies to later text: whether a marker has ended it
+    # `(B,)`. The last row of a mask applies to later text until the next marker: True where that marker has come.
+    over: torch.Tensor | None = None
 
     @property
     def text_len(self) -> int:
@@ -68,13 +72,13 @@ class CallersMask:
         return self.text_len >= text_len and self.first == 0 and self.rows.shape[2] == num_image_tokens
 
     def split(self, text_len: int) -> tuple[CallersMask | None, CallersMask | None]:
-        """The part for the next `text_len` text tokens, and the rest."""
+        """Returns the part for the next `text_len` text tokens, and the rest. The rest is None if it is empty."""
         if self.text_len <= text_len:
             return self, None
         return self.part(0, text_len), self.part(text_len)
 
     def part(self, first: int, last: int | None = None) -> CallersMask:
-        """The rows `first` to `last`, which is left out."""
+        """Returns the rows from `first` to `last`, without `last`."""
         return replace(self, rows=self.rows[:, first:last])
 
     def copied(self) -> CallersMask:
@@ -95,16 +99,16 @@ class History(Unexported):
     __slots__ = ("counted", "masks", "length")
 
     counted: torch.Tensor | None  # `(B, length)`, True for markers that count
-    masks: tuple[tuple[int, CallersMask], ...]  # in the order of the text, with the position of the first row
+    masks: tuple[tuple[int, CallersMask], ...]  # the callers' masks, each with the text position of its first row
     length: int  # number of text tokens
 
     @property
     def is_lost(self) -> bool:
-        """Whether an exported program has continued the text."""
+        """Whether the values are missing, because an exported program has continued the text."""
         return not hasattr(self, "length")
 
     def add(self, counted: torch.Tensor | None, mask: CallersMask | None, text_len: int) -> History:
-        """The history after `text_len` more tokens; itself if it is lost."""
+        """Returns the history after `text_len` more tokens. A lost history stays lost."""
         if self.is_lost:
             return self
         if counted is not None:
@@ -116,7 +120,10 @@ class History(Unexported):
         return History(counted, masks, self.length + text_len)
 
     def until(self, length: int) -> History:
-        """The history of the first `length` tokens. A shorter history gets text without markers and masks."""
+        """Returns the history of the first `length` tokens.
+
+        If the history is shorter, it is extended as if the missing text had neither markers nor masks.
+        """
         counted, masks = self.counted, self.masks
         if length >= self.length:
             if counted is not None:
@@ -126,7 +133,7 @@ class History(Unexported):
         return History(None if counted is None else counted[:, :length], left, length)
 
     def progress(self) -> TextProgress:
-        """The progress at the end of this history."""
+        """Returns the progress at the end of this history."""
         counts = held = None
         if self.counted is not None:
             counts = count_markers(None, self.counted, None)[-1]
@@ -147,36 +154,36 @@ class History(Unexported):
 
 @dataclass(eq=False)
 class TextProgress:
-    """What later text needs to know of earlier text."""
+    """What later text needs to know about earlier text."""
 
-    counts: torch.Tensor | None = None  # `(B, 3)`, see [`count_markers`]; None if no call has looked for markers
-    held: CallersMask | None = None  # the last row of a caller's mask, until the next marker
-    coming: CallersMask | None = None  # rows of a caller's mask for later text, from `generate`
-    history: History | None = None  # None if the text cannot be cropped; lost if an exported program has continued it
+    counts: torch.Tensor | None = None  # `(B, 3)`, see [`count_markers`]. None if no call has looked for markers
+    held: CallersMask | None = None  # the last row of a caller's mask, which applies until the next marker
+    coming: CallersMask | None = None  # rows of a caller's mask for text that will come. `generate` passes them
+    history: History | None = None  # None if the text cannot be cropped. Lost if an exported program has continued it
 
     @property
     def known_history(self) -> History | None:
-        """The history, or None if the progress at earlier positions is unknown."""
+        """The history. None if the progress at earlier positions is unknown."""
         return None if self.history is None or self.history.is_lost else self.history
 
     @property
     def is_blank(self) -> bool:
         """Whether the progress is the same at every position, because there were neither markers nor masks.
 
-        Its history may be shorter than the text: `at` fills it in.
+        The history may then be shorter than the text. [`at`] extends it.
         """
         return self.counts is None and self.held is None and self.coming is None
 
     def at(self, length: int) -> TextProgress:
-        """The progress for `length` tokens in the text half of the cache, also after a crop."""
+        """Returns the progress for a text half of `length` tokens, which `crop` may have shortened."""
         history = self.history
-        if history is None or getattr(history, "length", length) == length:  # a lost one has no length
+        if history is None or getattr(history, "length", length) == length:  # a lost history has no length
             return self
         earlier = history.until(length).progress()
         return replace(earlier, coming=self.coming if length > history.length else None)
 
     def copied(self) -> TextProgress:
-        """The same in tensors of its own, without a history."""
+        """Returns a copy in tensors of its own, without the history."""
         return TextProgress(
             None if self.counts is None else self.counts.clone(),
             None if self.held is None else self.held.copied(),
@@ -192,6 +199,16 @@ class TextProgress:
         held: CallersMask | None,
         text_len: int,
     ) -> TextProgress:
+        """Returns the progress after a call.
+
+        Args:
+            counts (`torch.LongTensor`, *optional*): `(B, 3)`, the new counts. None if the call did not look for
+                markers: the old counts then stay.
+            counted (`torch.BoolTensor`, *optional*): `(B, text_len)`, the markers of the new text that count.
+            covered, coming, held ([`CallersMask`], *optional*): the rows of a caller's mask for the new text, for text
+                that will come, and the row that still applies.
+            text_len (`int`): number of new text tokens.
+        """
         history = None if self.history is None else self.history.add(counted, covered, text_len)
         return TextProgress(counts if counts is not None else self.counts, held, coming, history)
 

@@ -1,7 +1,8 @@
 """Decides which image tokens each text token may see.
 
-The image axis has no causal order: a text token sees all tokens of an image or none, unless a caller's mask says
-otherwise. The decision needs padding (`cache/image_layout.py`), the image markers in the text, and the caller's mask.
+In contrast to self-attention, the image axis has no causal order. A text token sees all tokens of an image or none,
+unless a mask of the caller says otherwise. The decision depends on the padding (`cache/image_layout.py`), on the image
+markers in the text, and on the caller's mask. This is what two rules of `image_visibility` allow (x = attend):
 
             image 1   image 2            "previous"            "latest"
     text    a a a     b b b              a a a  b b b          a a a  b b b
@@ -11,11 +12,11 @@ otherwise. The decision needs padding (`cache/image_layout.py`), the image marke
     <image>                              x x x  x x x          . . .  x x x
     dog                                  x x x  x x x          . . .  x x x
 
-For the text and the images that a caller's mask covers, only the mask decides. Text after the mask sees what its last
-row allows, until the next image marker.
+For the text and the images that a caller's mask covers, only the mask decides. Text after the mask sees what the last
+row of the mask allows, until the next image marker.
 
-Letters: B text rows, T text tokens, N image tokens. [`decide_visibility`] changes nothing. It returns what the text
-sees and the new progress, which the cache stores when the forward has succeeded.
+[`decide_visibility`] changes nothing. It returns what the text sees and the new progress, which the cache stores when
+the forward has succeeded. Letters in shapes: B text rows, T text tokens, N image tokens.
 """
 
 from __future__ import annotations
@@ -30,27 +31,31 @@ from .text_progress import CallersMask, TextProgress, count_markers
 
 
 class Samples(Protocol):
-    """Text of which some rows hold several samples: an extra (`parts/packed_rows.py`)."""
+    """Text in which a row may hold several samples. `parts/packed_rows.py` implements this."""
 
     def with_markers(self, markers: torch.Tensor | None) -> Any:
-        """The same, with the image markers of the text `(B, T)`."""
+        """Returns the same samples, with the image markers of the text `(B, T)`."""
 
     def check_images(self, config: Any, images: torch.Tensor, markers: torch.Tensor) -> None:
-        """Raises a `ValueError` if numbers of images and of markers `(B,)` do not tell the sample of each image."""
+        """Raises a `ValueError` if the numbers of images and of markers `(B,)` do not say to which sample each image
+        belongs.
+        """
 
     def images_of_samples(self, order: torch.Tensor, counted: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """Which images belong to the sample of each text token, `(B, T, num_images)`.
+        """Returns which images belong to the sample of each text token, `(B, T, num_images)`.
 
-        `order` is that of [`image_order`]. `counted` are the markers, `seen` their number up to and including each
-        token, both `(B, T)`.
+        Args:
+            order (`torch.LongTensor`): from [`image_order`].
+            counted (`torch.BoolTensor`): `(B, T)`, the markers that count.
+            seen (`torch.LongTensor`): `(B, T)`, number of these markers up to and including each token.
         """
 
 
 class Visibility(NamedTuple):
     """What the text of a call sees, and the progress after the call."""
 
-    sees: torch.Tensor | None  # `(rows, T or 1, N)`, where `rows` divides B; None if the text sees everything
-    progress: TextProgress | None  # None where it stays as it was
+    sees: torch.Tensor | None  # `(rows, T or 1, N)`, where `rows` divides B. None if the text sees everything
+    progress: TextProgress | None  # None if the progress stays as it was
 
 
 def decide_visibility(
@@ -67,12 +72,14 @@ def decide_visibility(
 
     Args:
         rule (`str`): `image_visibility`: `"all"`, `"previous"`, `"latest"` or `"latest_group"`.
-        progress ([`TextProgress`]): before this text.
-        markers (`torch.BoolTensor`, *optional*): `(B, T)`, True where the text holds an image marker. `"all"` does not
-            use it, except for packed rows.
-        mask ([`CallersMask`], *optional*): the caller's decision for this text or its first part, and for later text.
+        layout ([`ImageLayout`]): layout of all images, those of the cache and those of the call.
+        progress ([`TextProgress`]): progress before this text.
+        markers (`torch.BoolTensor`, *optional*): `(B, T)`, True where the text holds an image marker. The rule `"all"`
+            does not use it, except for packed rows.
+        mask ([`CallersMask`], *optional*): the caller's mask. It may be shorter than this text, and it may also cover
+            later text. None: the rows that an earlier call has passed for this text, if there are any.
         batch_size, text_len (`int`): B and T.
-        samples ([`Samples`], *optional*): None if no row is packed.
+        samples ([`Samples`], *optional*): the samples of packed rows. None if no row is packed.
     """
     if mask is None:
         mask = progress.coming
@@ -96,7 +103,7 @@ def _by_markers(
     markers: torch.Tensor,
     samples: Samples | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the rule allows `(B, T, N)`, the markers that count `(B, T)`, and the new counts."""
+    """Returns what the rule allows `(B, T, N)`, the markers that count `(B, T)`, and the new counts `(B, 3)`."""
     batch_size = markers.shape[0]
     real = layout.image_mask
     order = image_order(markers.new_ones(1, layout.num_images) if real is None else real)
@@ -118,7 +125,10 @@ def _by_mask(
     batch_size: int,
     text_len: int,
 ) -> tuple[torch.Tensor | None, CallersMask | None]:
-    """Puts the caller's mask over what the rule allows. Returns also the mask row for later text."""
+    """Replaces what the rule allows by the caller's mask, where the mask decides.
+
+    Returns what the text sees, and the row of the mask that applies to later text.
+    """
     held = progress.held
     first = 0
     parts = []
@@ -150,7 +160,7 @@ def _by_mask(
 
 
 def _lay_over(sees: torch.Tensor | None, mask: CallersMask, layout: ImageLayout, batch_size: int) -> torch.Tensor:
-    """Returns `mask` for the image tokens that it covers, and the rule for all other tokens."""
+    """Returns `mask` for the image tokens that it covers, and `sees` for all other image tokens."""
     first, last, total = mask.first, mask.first + mask.rows.shape[-1], layout.num_tokens
     if first == 0 and last == total:
         return mask.rows
@@ -163,13 +173,13 @@ def _lay_over(sees: torch.Tensor | None, mask: CallersMask, layout: ImageLayout,
 
 
 def _without_padding(sees: torch.Tensor | None, layout: ImageLayout) -> torch.Tensor | None:
-    padding = layout.token_mask
+    real = layout.token_mask
     if sees is None:
-        return None if padding is None else padding[:, None]
-    if padding is None:
+        return None if real is None else real[:, None]
+    if real is None:
         return sees
-    rows = max(sees.shape[0], padding.shape[0])
-    return rows_to(sees, rows) & rows_to(padding, rows)[:, None]
+    rows = max(sees.shape[0], real.shape[0])
+    return rows_to(sees, rows) & rows_to(real, rows)[:, None]
 
 
 def image_order(image_mask: torch.Tensor) -> torch.Tensor:
@@ -182,8 +192,8 @@ def visible_images(
 ) -> torch.Tensor:
     """Decides which images each text token sees, from the number of image markers up to and including the token.
 
-    As in Flamingo (Alayrac et al., 2022, section 2.3), a marker sees its own image. Extra markers, for example
-    generated ones, are ignored.
+    As in Flamingo (Alayrac et al., 2022, section 2.3), a marker sees its own image. Markers without an image, for
+    example generated ones, are ignored.
 
     Args:
         order (`torch.LongTensor`): `(B or 1, num_images)`, from [`image_order`].

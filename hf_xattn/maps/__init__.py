@@ -1,5 +1,4 @@
-"""Where the model looks: attention maps, their plots, and the words of an answer.
+"""Attention maps: where a trained model looks in an image, with plots, and with the words of an answer.
 
-What may come in: what explains a trained model.
-Imports from: all rooms above, and the model.
+This subpackage imports from: all subpackages before it, and the model.
 """

@@ -1,6 +1,7 @@
-"""Where the model looked when it said a word: the words of an answer, its attention alone, and pictures under it.
+"""Shows where the model looked when it generated a word: splits an answer into words, and draws their attention.
 
-The text before an answer may be a long conversation, whose maps nobody looks at. [`AttentionMaps.plot`] draws figures,
+[`attention_maps`] covers the whole text. The text before an answer may be a long conversation, whose maps nobody needs.
+So [`answer_maps`] only covers the answer. [`looks`] returns images for a web page; [`AttentionMaps.plot`] draws figures
 with a scale.
 """
 
@@ -23,37 +24,42 @@ from .attention_maps import OF_IMAGES, AttentionMaps, described, inner_model
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PIECE = 64  # tokens whose weights of all heads are held at the same time
+PIECE = 64  # number of tokens for which the weights of all heads are in memory at the same time
 COLOUR = "darkorange"
-OPACITY = 165  # of 255, where the attention is largest
-SIDE = 320  # pixels that a small picture is enlarged to
+OPACITY = 165  # opacity of the colour where the attention is largest, of 255
+SIDE = 320  # pixels to which a small image is enlarged
 
 
 class Word(NamedTuple):
     """A word of a text."""
 
-    text: str  # with its punctuation
-    start: int  # where it begins in the text, in characters
-    tokens: range
+    text: str  # the word with its punctuation
+    start: int  # index of its first character in the text
+    tokens: range  # indices of its tokens
 
 
 def words_of(ids: list[int], tokenizer: Any) -> list[Word]:
-    """Splits a text at white space, and finds the tokens that each word was generated as. Special tokens have no word.
+    """Splits a text at white space, and finds the tokens of each word. Special tokens belong to no word.
 
-    A token's characters are those that it adds to the text of the tokens before it: some tokenizers write the space
-    into the token, some between tokens, and some need several tokens for one character.
+    The characters of a token are those that it adds to the text of the tokens before it. They cannot be read from the
+    token alone: some tokenizers have the space in the token, some write it between tokens, and some need several tokens
+    for one character.
+
+    Args:
+        ids (`list[int]`): the tokens of the text.
+        tokenizer: the tokenizer that decodes them.
     """
     text = tokenizer.decode(ids, skip_special_tokens=True)
     ends: list[int] = []
     for index in range(len(ids)):
-        # An incomplete character is decoded as a replacement character. The token that completes it adds it.
+        # An incomplete character is decoded to a replacement character. It counts for the token that completes it.
         known = tokenizer.decode(ids[: index + 1], skip_special_tokens=True).rstrip("\ufffd")
         ends.append(max(len(os.path.commonprefix([known, text])), ends[-1] if ends else 0))
     special = set(getattr(tokenizer, "all_special_ids", ()))
     words = []
     for match in re.finditer(r"\S+", text):
         before = max((end for end in ends if end <= match.start()), default=0)
-        # Tokens that add nothing belong to the character that they begin.
+        # A token that adds no character begins a character, and belongs to the word of that character.
         first = ends.index(before) + 1 if before else 0
         last = next((index for index, end in enumerate(ends) if end >= match.end()), len(ids) - 1)
         while first < last and ids[first] in special:
@@ -66,21 +72,24 @@ def words_of(ids: list[int], tokenizer: Any) -> list[Word]:
 def answer_maps(
     model: XAttnForConditionalGeneration, inputs: Mapping[str, torch.Tensor], answer: torch.Tensor
 ) -> AttentionMaps:
-    """Computes the attention of the tokens of an answer, as the mean over heads. The text before it is only read.
+    """Computes the attention of the tokens of an answer, as the mean over heads.
+
+    No maps are computed for the text before the answer.
 
     Args:
-        inputs (`Mapping`): what the processor makes of one conversation: `input_ids` `(1, text_len)` and images.
-        answer (`torch.LongTensor`): `(answer_len,)`, the tokens behind this text.
+        model ([`XAttnForConditionalGeneration`]): the model.
+        inputs (`Mapping`): output of the processor for one conversation: `input_ids` `(1, text_len)` and images.
+        answer (`torch.LongTensor`): `(answer_len,)`, the tokens that follow this text.
 
     Returns:
-        [`AttentionMaps`]: of the last given token and the answer, `(1, 1, 1 + answer_len, num_image_tokens)` a block,
-            in float32 on the CPU. `num_given` is 1.
+        [`AttentionMaps`]: maps of the last given token and of the answer. The weights of a block are
+            `(1, 1, 1 + answer_len, num_image_tokens)`, in float32 on the CPU. `num_given` is 1.
 
     Raises:
-        ValueError: without images.
+        ValueError: if `inputs` has no images.
     """
     if not any(name in inputs for name in OF_IMAGES):
-        raise ValueError(f"`answer_maps` needs images, got `inputs` with {sorted(inputs)} only.")
+        raise ValueError(f"`answer_maps` needs images, got `inputs` with {sorted(inputs)} only. Pass `pixel_values`.")
     inner = inner_model(model)
     given = {name: value for name, value in inputs.items() if name != "attention_mask"}
     ids = given.pop("input_ids")
@@ -101,16 +110,16 @@ def answer_maps(
 
 
 def lit(picture: Image, heat: torch.Tensor, covered: tuple[float, float] = (1.0, 1.0)) -> Image:
-    """Lays an orange colour over a picture, as strong as the attention.
+    """Lays an orange colour over an image. The more attention, the stronger the colour.
 
     Args:
-        picture (`PIL.Image.Image`): in RGB.
-        heat (`torch.Tensor`): `(patch rows, patch columns)`, from 0 to 1.
-        covered (`tuple[float, float]`): the share of the picture's height and width that the patches cover.
+        picture (`PIL.Image.Image`): the image, in RGB.
+        heat (`torch.Tensor`): `(patch rows, patch columns)`, the attention of each patch, from 0 to 1.
+        covered (`tuple[float, float]`): share of the height and of the width of the image that the patches cover.
     """
     from PIL import Image
 
-    # The power lifts what is faint, which could not be told from nothing on a dark picture.
+    # The power makes weak attention stronger. On a dark image, it could not be seen otherwise.
     patches = Image.fromarray((heat.clamp(0, 1) ** 0.7 * OPACITY).round().to(torch.uint8).numpy())
     cover = Image.new("L", picture.size)
     size = round(picture.width * covered[1]), round(picture.height * covered[0])
@@ -119,17 +128,23 @@ def lit(picture: Image, heat: torch.Tensor, covered: tuple[float, float] = (1.0,
 
 
 def looks(maps: AttentionMaps, tokens: range, layer: int | str = "mean") -> list[tuple[Image, float]]:
-    """Where the model looked when it generated `tokens`, of which the mean is shown: for each picture an image of it
-    under the heat, and its share of the attention. All tokens and pictures of an answer have one scale.
+    """Shows where the model looked when it generated `tokens`.
 
     Args:
-        maps ([`AttentionMaps`]): of an answer, with a row and with pixels.
-        tokens (`range`): indices into the generated tokens.
-        layer (`int` or `"mean"`): as in [`AttentionMaps.grid`], which has the errors, too.
+        maps ([`AttentionMaps`]): maps of an answer, with one row and with pixels.
+        tokens (`range`): indices into the generated tokens. The mean of their attention is shown.
+        layer (`int` or `"mean"`): as in [`AttentionMaps.grid`].
+
+    Returns:
+        For each image: the image with its attention laid over it, and its share of the attention. The colour has the
+        same scale for all tokens and images of an answer.
+
+    Raises:
+        ValueError: as [`AttentionMaps.grid`].
     """
     from PIL import Image
 
-    # The weights behind the choice of a token are at the position before it.
+    # The weights for the choice of a token are at the position before the token.
     grids = [maps.grid(image, layer=layer, head="mean")[maps.num_given - 1 : -1] for image in range(maps.num_images)]
     most = max(max(float(grid.max()) for grid in grids), 1e-6)
     shown = []

@@ -1,7 +1,7 @@
-"""Attention maps: how the attention of each text token is spread over the image tokens, in every block and head.
+"""Attention maps: the attention weights of each text token over the image tokens, in every block and head.
 
-Fast kernels return no weights, so the blocks compute them with the eager implementation, for this one call. They tell
-where a block has looked, not why the model said what it said.
+Fast attention kernels return no weights, so for this one call the blocks compute them with the eager implementation.
+The weights say where a block has looked. They do not explain why the model gave its answer.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ MEAN = "mean"
 Choice: TypeAlias = "int | str | None"
 OF_IMAGES = ("pixel_values", "vision_features", "cross_attention_states")
 MASKS = ("attention_mask", "image_mask", "cross_attention_mask", "image_attention_mask", "aspect_ratio_mask")
-COLUMNS, SIDE = 4, 2.6  # panels in a line, width of a panel in inches
+COLUMNS, SIDE = 4, 2.6  # number of panels in a line, and width of a panel in inches
 
 
 @dataclass(eq=False, repr=False)
 class AttentionMaps:
     """Attention weights of a text over its images.
 
-    Position `t` on the text axis is the token `tokens[:, t]`: the weights are those with which the model read this
-    token and chose the next one. So the weights behind the choice of a word are at the position before it.
+    The weights at position `t` of the text axis are those with which the model read the token `tokens[:, t]` and chose
+    the next token. So the weights for the choice of a word are at the position before the word.
 
     Attributes:
-        weights (`list[torch.Tensor]`): one tensor a block, in the order of the blocks: `(batch, num_attention_heads,
-            text_len, num_image_tokens)`. The weights of a token add up to 1, or to less with quiet softmax (see
-            `null`). They are 0 for padding images and for images that the token may not see. A token that sees no
-            image has only zeros.
+        weights (`list[torch.Tensor]`): one tensor for each block, in the order of the blocks: `(batch,
+            num_attention_heads, text_len, num_image_tokens)`. The weights of a token add up to 1, or to less with quiet
+            softmax (see `null`). They are 0 for padding images and for images that the token may not see. A token that
+            sees no image has only zeros.
         layers (`list[int]`): the decoder layer of each block, as in `config.cross_attention_layers`.
-        tokens (`torch.LongTensor`): `(batch, text_len)`, the given text and what was generated.
-        text_mask (`torch.BoolTensor`): `(batch, text_len)`, False for padding: in front of the text, or after the end
-            of an answer.
-        num_given (`int`): how many tokens of the text were given. The tokens after them were generated.
+        tokens (`torch.LongTensor`): `(batch, text_len)`, the given text, followed by the generated text.
+        text_mask (`torch.BoolTensor`): `(batch, text_len)`, False for padding, which is before the text or after the
+            end of an answer.
+        num_given (`int`): number of tokens of the given text. The tokens after them were generated.
 
     Example:
 
@@ -88,13 +88,15 @@ class AttentionMaps:
 
     @property
     def num_images(self) -> int:
-        """Images of each row, with padding images."""
+        """Number of images of each row, including padding images."""
         return len(self._sizes)
 
     @property
     def null(self) -> list[torch.Tensor] | None:
-        """The weight of quiet softmax's null key, which is 1 minus the sum of the weights: one tensor `(batch,
-        num_attention_heads, text_len)` a block. None for a model without quiet softmax.
+        """The share of the attention that went to no image, which is 1 minus the sum of the weights.
+
+        With quiet softmax, this is the weight of the null key. There is one tensor `(batch, num_attention_heads,
+        text_len)` for each block. None for a model without quiet softmax.
         """
         if not self._config.cross_attention_config.quiet_softmax:
             return None
@@ -103,24 +105,25 @@ class AttentionMaps:
     def grid(
         self, image: int = 0, row: int = 0, layer: Choice = None, head: Choice = None, token: int | None = None
     ) -> torch.Tensor:
-        """Arranges the weights of an image as its patches lie in the picture that the vision tower has read.
+        """Arranges the weights of an image as its patches lie in the image that the vision tower has read.
 
         Tokens without a patch (class tokens, registers) are left out. One grid covers all tiles of an image.
 
         Args:
-            image (`int`), row (`int`): index of the image, and of the row of `tokens`.
-            layer (`int` or `"mean"`, *optional*): one of `layers`; the mean of its blocks if it has several. None
-                keeps all blocks, as an axis.
-            head (`int` or `"mean"`, *optional*): index of a head. None keeps all of them, as an axis.
-            token (`int`, *optional*): a position in the text, negative from the end. None keeps all of them, as an
-                axis.
+            image (`int`), row (`int`): index of the image, and index of the row of `tokens`.
+            layer (`int` or `"mean"`, *optional*): one of `layers`, or `"mean"` for the mean of all blocks. If a layer
+                has several blocks, their mean is returned. None keeps all blocks as an axis.
+            head (`int` or `"mean"`, *optional*): index of a head, or `"mean"` for the mean of all heads. None keeps all
+                heads as an axis.
+            token (`int`, *optional*): a position in the text. Negative positions count from the end. None keeps all
+                positions as an axis.
 
         Returns:
             `torch.Tensor`: `([blocks, heads, text_len,] patch rows, patch columns)`, in float32.
 
         Raises:
-            ValueError: for a layer without blocks, features without a vision tower, a connector that does not
-                keep positions, or a vision tower whose order of patches is not known.
+            ValueError: for a layer without blocks, for features without a vision tower, for a connector that does not
+                keep the positions of patches, and for a vision tower whose order of patches is not known.
         """
         if layer not in (None, MEAN, *self.layers):
             raise ValueError(f"Expected `layer` to be one of {self.layers}, 'mean' or None, got {layer!r}.")
@@ -146,12 +149,15 @@ class AttentionMaps:
         return patch_grid(self._config, self._sizes[image], size, ratio)
 
     def pixels(self, image: int = 0, row: int = 0) -> torch.Tensor:
-        """The picture that the vision tower has read, `(height, width, channels)`, scaled to values from 0 to 1.
+        """Returns the image that the vision tower has read, `(height, width, channels)`, with values from 0 to 1.
 
-        Raises a `ValueError` if the inputs held no pixels.
+        Raises a `ValueError` if `inputs` had no `pixel_values`.
         """
         if self._pixel_values is None:
-            raise ValueError("The picture is not known, because `inputs` held no `pixel_values`. Pass `picture`.")
+            raise ValueError(
+                "Expected `pixel_values` in `inputs`, got none, so the image is not known. Pass them, or pass an image "
+                "to draw on as `picture` of `plot`."
+            )
         of_row = self._pixel_values[row * len(self._pixel_values) // len(self.tokens)]
         picture = of_row[image].float().cpu() if of_row.dim() > 3 else of_row.float().cpu()
         if picture.dim() == 4:  # tiles
@@ -163,7 +169,10 @@ class AttentionMaps:
         return ((picture - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0)
 
     def covered(self, image: int = 0, row: int = 0) -> tuple[float, float]:
-        """The share of the picture's height and width that the patches cover. Raises a `ValueError` as `grid`."""
+        """Returns the share of the height and of the width of the image that the patches cover.
+
+        Raises a `ValueError` as `grid`.
+        """
         return self._patches(image, row).covered
 
     def plot(
@@ -177,13 +186,14 @@ class AttentionMaps:
         layer: int | str = MEAN,
         head: int | str = MEAN,
     ) -> Figure:
-        """Draws the weights of some tokens over the picture, with the words. All panels have one colour scale.
+        """Draws the weights of some tokens over the image, with one panel for each token. All panels have one scale.
 
         Args:
-            tokens (`list[int]`, *optional*): positions in the text. By default the generated tokens or, if there are
-                none, the given ones, without padding.
-            processor (*optional*): a processor or a tokenizer, to write words. Without it the panels show ids.
-            picture (*optional*): a PIL image or an array to draw on, which fits if the image processor neither crops
+            tokens (`list[int]`, *optional*): positions in the text. By default all generated tokens. If no tokens were
+                generated, all given tokens without padding.
+            processor (*optional*): a processor or a tokenizer, to write the tokens as words. Without it, the panels
+                show token ids.
+            picture (*optional*): a PIL image or an array to draw on. It only fits if the image processor neither crops
                 nor pads. By default the pixels that the vision tower has read.
             image, row (`int`), layer, head (`int` or `"mean"`): as in `grid`.
 
@@ -191,11 +201,11 @@ class AttentionMaps:
             `matplotlib.figure.Figure`: save it with `savefig`.
 
         Raises:
-            ImportError: without matplotlib.
-            ValueError: as `grid` and `pixels`; without a `layer` or a `head`; for a `picture` with a tower that reads
-                tiles, which cover more than the picture.
+            ImportError: if matplotlib is not installed.
+            ValueError: as `grid` and `pixels`; if `layer` or `head` is None; and for a `picture` with a tower that
+                reads tiles, because tiles cover more than the image.
         """
-        if layer is None or head is None:  # a block would be drawn in the place of a token
+        if layer is None or head is None:  # The axis of blocks or heads would be taken for the axis of tokens.
             raise ValueError(f"Expected one `layer` and one `head`, or 'mean', got {layer!r} and {head!r}.")
         grid = self.grid(image, row, layer=layer, head=head)
         positions = self._positions(tokens, row)
@@ -206,7 +216,7 @@ class AttentionMaps:
         elif self._config.vision_config is not None and self._config.vision_config.model_type in TILED_VISION_TYPES:
             raise ValueError(
                 f"Expected `picture` to be None, because the vision tower reads tiles, with a border around the "
-                f"picture, got {type_name(picture)}. Pass `pixel_values` in `inputs`: they are drawn by themselves."
+                f"image, got {type_name(picture)}. Pass `pixel_values` in `inputs`: they are drawn without `picture`."
             )
         covered = self.covered(image, row)
         of_layers = f"mean of {len(self.layers)} layers" if layer == MEAN else f"layer {layer}"
@@ -228,24 +238,25 @@ def attention_maps(
     max_new_tokens: int | None = None,
     **generate_kwargs: Any,
 ) -> AttentionMaps:
-    """Computes the attention of each text token to the image tokens, with any attention implementation.
+    """Computes the attention weights of each text token over the image tokens.
 
-    A padded text gets the position ids that `generate` gives it.
+    The model may use any attention implementation. A padded text gets the position ids that `generate` gives it.
 
     Args:
-        model ([`XAttnForConditionalGeneration`]): or an [`XAttnModel`], without `max_new_tokens`. It is not changed.
-        inputs (`Mapping`): what the processor makes: `input_ids` and the images of one call, or an image cache of
-            `encode_images` as `cache`. `labels` are left out.
-        max_new_tokens (`int`, *optional*): first generate up to this many tokens. The maps then hold the given and the
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, which is not changed. An [`XAttnModel`]
+            does not work with `max_new_tokens`.
+        inputs (`Mapping`): output of the processor: `input_ids` and the images of one call. Encoded images of
+            `encode_images` can be passed as `cache` in the place of images. `labels` are ignored.
+        max_new_tokens (`int`, *optional*): generate up to this many tokens first. The maps then cover the given and the
             generated tokens.
-        generate_kwargs: further arguments of `generate`: `do_sample`, `num_beams`, ...
+        generate_kwargs: further arguments of `generate`, such as `do_sample` or `num_beams`.
 
     Returns:
         [`AttentionMaps`]: with `weights`, `layers`, `tokens`, `grid` and `plot`.
 
     Raises:
-        TypeError: for a model without blocks, or arguments of `generate` without `max_new_tokens`.
-        ValueError: without images, for a cache that holds text, or for a model that is split over ranks.
+        TypeError: for a model without blocks, and for arguments of `generate` without `max_new_tokens`.
+        ValueError: if there are no images, for a cache that holds text, and for a model that is split over ranks.
 
     Example:
 
@@ -275,7 +286,7 @@ def attention_maps(
     tokens = given["input_ids"]
     mask = given.get("attention_mask")
     if mask is not None and mask.dim() == 2 and "position_ids" not in given and not bool((mask != 0).all()):
-        positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)  # as `generate` counts
+        positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)  # `generate` counts in the same way.
         given["position_ids"] = positions
     if cache is not None:
         given["cache"] = cache.fork(DynamicCache(config=inner.config.get_text_config(decoder=True)))
@@ -299,7 +310,7 @@ def described(
     text_mask: torch.Tensor,
     num_given: int,
 ) -> AttentionMaps:
-    """Weights with all that is known of their text and their images. `given`: the arguments that hold the images."""
+    """Builds [`AttentionMaps`] from weights. `given` are the arguments of the call that passed the images."""
     return AttentionMaps(
         weights=weights,
         layers=sorted(model.config.cross_attention_layers),
@@ -315,20 +326,25 @@ def described(
 
 
 def inner_model(model: Any) -> XAttnModel | XAttnForConditionalGeneration:
-    """The model in PEFT's wrapper, or itself."""
+    """Returns the model inside a wrapper of PEFT, or the model itself if there is no wrapper.
+
+    Raises:
+        TypeError: for a model without blocks.
+        ValueError: for a model that is split over ranks.
+    """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     body_of(inner)  # checks its type
     if inner.tp_size not in (None, 1):
         raise ValueError(
-            f"Expected `model` to be whole, got one that is split over ranks ({inner.tp_size}, tensor parallelism): a "
-            "rank knows only the attention of its heads."
+            f"Expected `model` to be whole, got one that is split over {inner.tp_size} ranks (tensor parallelism). A "
+            "rank only knows the attention of its own heads. Load the model without tensor parallelism."
         )
     return inner
 
 
 @takes_cache
 def _given(cache: Any = None, **inputs: Any) -> tuple[dict[str, Any], ImageCache | None]:
-    """The inputs that are there, and apart from them the cache of images."""
+    """Returns the inputs that are not None, and separately the cache of images."""
     given = {name: value for name, value in inputs.items() if value is not None and name != "labels"}
     if "image_rows" in given:
         refuse_to_cache("`attention_maps`")
@@ -339,8 +355,8 @@ def _given(cache: Any = None, **inputs: Any) -> tuple[dict[str, Any], ImageCache
         )
     if cache is not None and (new := [name for name in OF_IMAGES if name in given]):
         raise ValueError(
-            f"Expected `inputs` with images or with `cache`, which holds encoded ones, got both: `{new[0]}` "
-            "too. Encode all images in one call of `encode_images`."
+            f"Expected `inputs` with images or with `cache`, which holds encoded images, got both: `cache` and "
+            f"`{new[0]}`. Encode all images in one call of `encode_images`."
         )
     return given, cache
 
@@ -353,14 +369,18 @@ def _generated(
     max_new_tokens: int,
     generate_kwargs: dict[str, Any],
 ) -> dict[str, Any]:
-    """Generates. Returns the inputs that read the whole text, which gives the weights of the steps of `generate`:
-    what a token sees does not depend on later tokens. There is one row of images and masks for each sequence.
+    """Generates text, and returns the inputs of a call that reads the given and the generated text at once.
+
+    That call has the same attention weights as the steps of `generate`, because a token does not depend on later
+    tokens. The inputs have one row of images and masks for each returned sequence.
     """
     inside = [name for name in generate_kwargs if name in (*OF_IMAGES, *MASKS)]
     if inside:
-        raise TypeError(f"Expected `{inside[0]}` in `inputs`, which the maps read too, got it beside `max_new_tokens`.")
+        raise TypeError(
+            f"Expected `{inside[0]}` in `inputs`, because the maps need it, too, got it as an argument of `generate`."
+        )
     rows, length = given["input_ids"].shape
-    # Without a mask, `generate` would guess one from the ids.
+    # Without a mask, `generate` would guess one from the token ids.
     given = {"attention_mask": torch.ones_like(given["input_ids"]), **given}
     images = {} if cache is None else {"cache": cache}
     made = model.generate(**given, **images, max_new_tokens=max_new_tokens, **generate_kwargs)
@@ -380,22 +400,22 @@ def _generated(
         # A generated token sees what the last given token sees.
         if name in whole and whole[name].dim() > 2 and whole[name].shape[1] == length:
             whole[name] = torch.cat([whole[name], whole[name][:, -1:].expand(-1, new, *whole[name].shape[2:])], dim=1)
-    ended = torch.zeros_like(sequences, dtype=torch.bool)  # True right after a token that ends the text
+    ended = torch.zeros_like(sequences, dtype=torch.bool)  # True at the position after a token that ends the text
     ends = _ids("eos_token_id", inner, generate_kwargs)
     for end in ends:
         ended[:, length + 1 :] |= sequences[:, length:-1] == end
     for padding in set(_ids("pad_token_id", inner, generate_kwargs)).difference(ends):
-        # behind a text that something else ended, such as `stop_strings`
+        # Padding may also follow a text that something else has ended, such as `stop_strings`.
         ended[:, length:] |= (sequences[:, length:] == padding).flip(-1).cumprod(-1).flip(-1).bool()
     whole["_text_mask"] = (whole["attention_mask"] != 0) & (ended.cumsum(dim=-1) == 0)
     return whole
 
 
 def _ids(name: str, model: XAttnForConditionalGeneration, generate_kwargs: dict[str, Any]) -> list[int]:
-    """Ids of the tokens that end a text, or pad it, from the call or the model."""
+    """Returns the ids of the end or padding tokens (`name`), from the arguments of the call or from the model."""
     config = generate_kwargs.get("generation_config") or model.generation_config
     found = generate_kwargs.get(name, getattr(config, name, None))
-    if found is None:  # `generate` takes the model's
+    if found is None:  # `generate` then uses the value of the model's configuration.
         found = getattr(model.generation_config, name)
     if isinstance(found, torch.Tensor):
         found = found.tolist()
@@ -403,6 +423,7 @@ def _ids(name: str, model: XAttnForConditionalGeneration, generate_kwargs: dict[
 
 
 def _sizes_of(given: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
+    """Returns the number of tokens of each image in a row. `num_tokens` is their sum."""
     cache = given.get("cache")
     if cache is not None:
         return tuple(cache.cross_attention_cache.layout.sizes)
@@ -415,8 +436,9 @@ def _sizes_of(given: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
 
 
 def _read_size(model: XAttnModel | XAttnForConditionalGeneration, given: dict[str, Any]) -> tuple[int, int] | None:
-    """Height and width of pictures of which only tokens are there; None for features of other kinds, and for a tower
-    that reads pictures of several sizes.
+    """Returns height and width of the images if `given` has their tokens but no pixels.
+
+    None for features that no vision tower has computed, and for a tower that reads images of several sizes.
     """
     tower = body_of(model).vision_tower
     if tower is None or not ("vision_features" in given or _holds_pixels(given.get("cache"))):
@@ -425,7 +447,7 @@ def _read_size(model: XAttnModel | XAttnForConditionalGeneration, given: dict[st
 
 
 def _holds_pixels(cache: XAttnCache | None) -> bool:
-    """Whether the images of a cache went through the vision tower. Their digests tell."""
+    """Whether the images of a cache went through the vision tower, according to their digests."""
     layout = None if cache is None else cache.cross_attention_cache.layout
     return (
         layout is not None
@@ -437,7 +459,10 @@ def _holds_pixels(cache: XAttnCache | None) -> bool:
 def _draw(
     grid: torch.Tensor, positions: list[int], words: list[str], picture: Any, covered: tuple[float, float], title: str
 ) -> Figure:
-    """Draws one panel for each text position, with a word as its title. `grid`: `(text_len, patch rows, columns)`."""
+    """Draws one panel for each text position, with the word as its title.
+
+    `grid` has the shape `(text_len, patch rows, patch columns)`.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -456,7 +481,7 @@ def _draw(
     for panel, position, word in zip(axes, positions, words):
         panel.imshow(shown, cmap="gray", extent=(0, width, height, 0))
         drawn = panel.imshow(grid[position].numpy(), cmap="inferno", alpha=0.6, vmin=0, vmax=top, extent=extent)
-        panel.set_title(word.replace("$", r"\$"), fontsize=9)  # a plain `$` would start a formula
+        panel.set_title(word.replace("$", r"\$"), fontsize=9)  # For matplotlib, a plain `$` begins a formula.
     for panel in axes:
         panel.set_axis_off()
     figure.colorbar(drawn, ax=list(axes), shrink=0.8)

@@ -1,5 +1,5 @@
-"""Chat messages to token ids and pixels: chat templates, reading of images and its limits.
+"""Turns chat messages into token ids and pixels: chat templates, the reading of images, and its limits.
 
-What may come in: what prepares inputs and needs no weights. `processing_xattn.py` is the processor.
-Imports from: utils, checkpoints.
+This subpackage prepares inputs and needs no weights. `processing_xattn.py` is the processor that uses it. It imports
+from: utils, checkpoints.
 """

@@ -1,4 +1,4 @@
-"""The processor of a small checkpoint that holds none: the tokenizer and the image processor of its bases."""
+"""Builds a processor for a small checkpoint (`adapter_only=True`) that has none, from those of its bases."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, "tokenizer_config.json")
 
 
 def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Loads tokenizer and image processor of the bases, and says so. Returns arguments of [`XAttnProcessor`].
+    """Loads the tokenizer and the image processor of the bases of a small checkpoint, and warns that it does so.
 
-    None for a folder with files of a processor, and for any other checkpoint. `image_processor` is None without a
-    vision tower. Raises a `ValueError` for a base without these files, and a tokenizer without the model's image
-    marker.
+    Args:
+        name (`str` or `os.PathLike`): the checkpoint.
+        load_kwargs (`dict`): arguments of `from_pretrained`.
+
+    Returns:
+        Arguments of [`XAttnProcessor`]. `image_processor` is None if the model has no vision tower. None for a folder
+        that has a processor, and for any other checkpoint.
+
+    Raises:
+        ValueError: if a base has no such files, or if the tokenizer does not have the marker of the model.
     """
     saved = SmallCheckpoint.find(name, load_kwargs)
     text = None if saved is None else saved.recorded_base("text_base")
@@ -41,13 +48,13 @@ def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) ->
     token_id = XAttnConfig.from_pretrained(saved.name, **saved.hub).image_token_id
     if token_id is not None and token_id >= len(tokenizer):
         raise ValueError(
-            f"{saved.name} holds no processor, and the tokenizer of its base {text} has no token {token_id}, the "
-            "marker of an image. Save the processor that the model was trained with into the folder."
+            f"{saved.name} holds no processor, and the tokenizer of its base {text} has no token {token_id}, which is "
+            "the image marker of the model. Save the processor that the model was trained with into the folder."
         )
     logger.warning_once(
-        f"{saved.name} holds no processor. It is made of the tokenizer of {text}"
+        f"{saved.name} holds no processor. A processor is made from the tokenizer of {text}"
         + ("." if vision is None else f" and the image processor of {vision}.")
-        + " Save a processor with other settings, such as a chat template, into the folder."
+        + " If it needs other settings, such as a chat template, save a processor into the folder."
     )
     token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
     return {"tokenizer": tokenizer, "image_processor": image_processor, "image_token": token, **own}

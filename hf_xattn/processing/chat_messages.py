@@ -1,4 +1,4 @@
-"""Reads the messages of a chat: their texts and images, in their order."""
+"""Reads the messages of a chat: their texts and their images, in order."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ TEXTS = ("text", "input_text", "output_text")
 IMAGES = ("image", "image_url", "input_image")
 VIDEOS = ("video", "video_url")
 SOURCES = ("url", "path", "base64")
-# With one of these, a message may have no `content`.
+# A message with one of these keys may have no `content`.
 WITHOUT_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-# Keys of OpenAI's and Anthropic's clients that say nothing of where a picture is. They have no effect here.
+# Keys that clients of OpenAI and Anthropic add to a part. They are accepted and have no effect here.
 HINTS = ("detail", "cache_control")
-# Words in keys of other libraries that ask for another size of a picture, for a part of it, or for frames of a video.
+# Words in keys with which other libraries ask for another size or a part of an image, or for frames of a video.
 REQUESTS = frozenset(
     "pixel pixels resize resized size resolution edge crop crops bbox tile tiles patch patches tokens fps frames "
     "nframes start end".split()
 )
 
-# A key whose name is close to one of these is probably meant as `images`.
+# A key whose name is close to one of these names probably holds images.
 NAMES_OF_IMAGES = ("images", "image", "imgs", "img", "pictures", "picture", "photos", "photo", "pixel_values")
-NEAR = 0.82  # similarity for `difflib`. `image_id` and `image_ids` stay below it: they hold no images
+NEAR = 0.82  # Similarity for `difflib`. The names `image_id` and `image_ids` are below it, because they hold no images.
 ADDRESSES = ("image_url", "input_image")
 
 
@@ -50,7 +50,7 @@ Content = str | list[str | ImagePart] | None
 class Message:
     """One message of a chat."""
 
-    fields: dict[str, Any]  # everything except the content: role, tool calls, reasoning, ...
+    fields: dict[str, Any]  # everything but the content: role, tool calls, reasoning, ...
     content: Content
 
     @property
@@ -59,12 +59,13 @@ class Message:
 
     @property
     def parts(self) -> list[str | ImagePart]:
+        """The content as a list of parts."""
         if self.content is None:
             return []
         return [self.content] if isinstance(self.content, str) else self.content
 
     def as_parts(self) -> Any:
-        """The content as transformers writes it: a text, or a list of parts."""
+        """Returns the content in the form of transformers: a text, or a list of dicts."""
         if self.content is None or isinstance(self.content, str):
             return self.content
         return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in self.content]
@@ -79,12 +80,17 @@ class Conversation:
     """The messages of a chat and their images."""
 
     messages: list[Message]
-    images: list[Any]  # one for each image part: None if the part has no source
+    images: list[Any]  # one entry for each image part. None if the part has no source
     bare: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # image parts without a source
 
 
 def is_batch(conversation: Any) -> bool:
-    """Whether `conversation` is a list of conversations. Raises an error if it is neither."""
+    """Whether `conversation` is a list of conversations, and not one conversation.
+
+    Raises:
+        TypeError: if it is neither.
+        ValueError: for an empty list.
+    """
     if hasattr(conversation, "messages"):
         return False
     if not isinstance(conversation, (list, tuple)):
@@ -92,20 +98,23 @@ def is_batch(conversation: Any) -> bool:
             f"Expected `conversation` to be a list of messages, or a list of such lists, got {type_name(conversation)}."
         )
     if not conversation:
-        raise ValueError("`conversation` is an empty list: give one message or more.")
+        raise ValueError("Expected `conversation` to have one message or more, got an empty list.")
     return isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
 
 
 def read_conversation(conversation: Any, where: str, **sampling: Any) -> Conversation:
-    """Reads one conversation, in the format of transformers or OpenAI, and does not change it.
+    """Reads one conversation in the format of transformers or OpenAI. The conversation is not changed.
 
-    Errors call it `where`. `sampling` goes to `read_frames`, for videos.
+    Args:
+        conversation (`list`): the messages.
+        where (`str`): name of the conversation in errors.
+        sampling: arguments of [`read_frames`], for videos.
     """
     messages = getattr(conversation, "messages", conversation)
     if not isinstance(messages, (list, tuple)):
         raise TypeError(f"Expected {where} to be a list of messages, got {type_name(messages)}.")
     if not messages:
-        raise ValueError(f"{where} has no messages.")
+        raise ValueError(f"Expected {where} to have one message or more, got an empty list.")
     read = Conversation([], [])
     for index, message in enumerate(messages):
         read.messages.append(_message(message, f"message {index} of {where}", read, sampling))
@@ -113,7 +122,7 @@ def read_conversation(conversation: Any, where: str, **sampling: Any) -> Convers
 
 
 def with_images(conversation: Conversation, images: Any, where: str) -> Conversation:
-    """Gives `images`, which the caller passed separately, to the image parts without a source, in order."""
+    """Assigns `images`, which the caller has passed separately, to the image parts without a source, in order."""
     bare = len(conversation.bare)
     if images is None:
         if bare:
@@ -125,7 +134,7 @@ def with_images(conversation: Conversation, images: Any, where: str) -> Conversa
         return conversation
     given = list(images) if isinstance(images, (list, tuple)) or getattr(images, "ndim", None) == 4 else [images]
     given = [image for image in given if image is not None]
-    if not conversation.images:  # the text has markers, or the model needs none
+    if not conversation.images:  # The text has markers, or the model needs none.
         return dataclasses.replace(conversation, images=given)
     if len(given) != bare:
         raise ValueError(
@@ -137,12 +146,14 @@ def with_images(conversation: Conversation, images: Any, where: str) -> Conversa
 
 
 def plain_message(message: Any, where: str) -> dict[str, Any]:
-    """A message as a dict of what is not None, and so are its parts: data sets fill fields that it lacks with None.
+    """Returns a message as a dict. It has no values that are None, and neither have its parts.
+
+    Data sets fill missing fields with None.
 
     Raises:
         TypeError: for a message, a content, a part or a text of a wrong type.
-        ValueError: for a message without content, images beside the content, and parts of an unknown type, with a text
-            and a picture, or with a request that is not obeyed.
+        ValueError: for a message without content, for images outside of the content, and for a part of an unknown type,
+            with both a text and an image, or with a request that is not obeyed.
     """
     read = _mapping(message)
     if read is None or not isinstance(read.get("role"), str):
@@ -161,7 +172,7 @@ def plain_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def parts_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parts of a plain message; none of one that is a text."""
+    """Returns the parts of a message of [`plain_message`]. The list is empty if the content is a text."""
     content = message.get("content")
     return content if isinstance(content, list) else []
 
@@ -201,7 +212,7 @@ def _message(message: Any, where: str, conversation: Conversation, sampling: dic
 def _read_part(
     part: dict[str, Any], where: str, conversation: Conversation, sampling: dict[str, Any]
 ) -> list[str | ImagePart]:
-    """Reads a plain part. Appends its images to those of the conversation. A video becomes its frames."""
+    """Reads a part, and appends its images to those of the conversation. A video becomes one image for each frame."""
     if part["type"] in TEXTS:
         return [part["text"]]
     if part["type"] in IMAGES:
@@ -220,8 +231,11 @@ def _read_part(
 
 
 def check_one_kind(part: Mapping[str, Any], where: str) -> None:
-    """Raises a `ValueError` for a text part with a picture, or the reverse: one of the two would be lost. Also for a
-    picture or a video that asks for a size, a crop or frames of its own, which nothing obeys.
+    """Checks that a part is either a text or an image, and asks for nothing that is not obeyed.
+
+    Raises:
+        ValueError: for a part with a text and an image, because one of them would be lost. Also for an image or a video
+            with keys that ask for a size, a crop or frames of its own.
     """
     is_text = part.get("type") in TEXTS
     others = (*IMAGES, *VIDEOS, *SOURCES) if is_text else ("text",)
@@ -231,17 +245,17 @@ def check_one_kind(part: Mapping[str, Any], where: str) -> None:
     if found:
         raise ValueError(
             f"Expected a text or an image in each part of {where}, got a part of type {part['type']!r} with "
-            f"`{found[0]}` in it. Make two parts of it."
+            f"`{found[0]}` in it. Write two parts."
         )
     if not is_text:
         inner = [_mapping(part[name]) for name in (*IMAGES, *VIDEOS) if part.get(name) is not None]
         for name, value in (item for given in (part, *filter(None, inner)) for item in given.items()):
-            words = re.findall("[a-z]+", re.sub("([A-Z])", r" \1", str(name)).lower())  # of `maxPixels`, too
+            words = re.findall("[a-z]+", re.sub("([A-Z])", r" \1", str(name)).lower())  # also splits `maxPixels`
             if value is not None and not REQUESTS.isdisjoint(words):
                 raise ValueError(
-                    f"Expected the parts of {where} without `{name}`, which is not obeyed, got {value!r:.60}: each "
-                    "picture has the size that the image processor gives it. Change the settings of the image "
-                    "processor, or resize the picture before. Frames of videos are chosen for a whole call, by "
+                    f"Expected the parts of {where} without `{name}`, which is not obeyed, got {value!r:.60}. Each "
+                    "image gets the size that the image processor gives it. Change the settings of the image "
+                    "processor, or resize the image before. Frames of videos are chosen for a whole call, by "
                     "`num_frames` or `fps`."
                 )
 
@@ -260,7 +274,7 @@ def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
 
 
 def _unread(*parts: Mapping[str, Any]) -> str:
-    """A sentence on the keys of parts that nothing reads; empty without any."""
+    """Returns a sentence that names the keys of parts that nothing reads. It is empty if there are none."""
     known = ("text", *IMAGES, *VIDEOS, *SOURCES)
     unknown = dict.fromkeys(str(key) for part in parts for key in part if key not in ("type", *known, *HINTS))
     if not unknown:
@@ -269,7 +283,10 @@ def _unread(*parts: Mapping[str, Any]) -> str:
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
-    """Returns a dict, or the fields of a pydantic model, such as a message of the `openai` client, or None."""
+    """Returns a dict unchanged, and a pydantic model, such as a message of the `openai` client, as a dict.
+
+    None for any other value.
+    """
     if isinstance(value, Mapping):
         return value
     dump = getattr(value, "model_dump", None)
@@ -278,19 +295,19 @@ def _mapping(value: Any) -> Mapping[str, Any] | None:
 
 
 def check_images_inside(message: Mapping[str, Any], where: str) -> None:
-    """Raises a `ValueError` for a key beside `content` that holds images, as in Ollama's messages."""
+    """Raises a `ValueError` for a key other than `content` that holds images, as in the messages of Ollama."""
     for name, value in message.items():
         if name in ("role", "content"):
             continue
         if looks_like_images(name, value) or (name in ADDRESSES and value is not None):
             raise ValueError(
-                f"Expected the images of {where} in its `content`, got `{name}` beside it, which is not read. Put them "
-                "into `content` as image parts."
+                f"Expected the images of {where} in its `content`, got `{name}` beside it, which is not read. Put the "
+                "images into `content` as image parts."
             )
 
 
 def looks_like_images(name: str, value: Any) -> bool:
-    """Whether a key or its value says that it holds images."""
+    """Whether a key holds images, judged by its name and by its value."""
     return value is not None and (_holds_images(value) or (is_near_images(name) and not _holds_numbers(value)))
 
 
@@ -299,12 +316,12 @@ def is_near_images(name: Any) -> bool:
 
 
 def _holds_images(value: Any) -> bool:
-    """Whether a value is an image or holds one: PIL, an array of rank 3 or more, or the dict of `datasets`."""
+    """Whether a value is an image or contains one: a PIL image, an array of rank 3 or more, or a dict of `datasets`."""
     if isinstance(value, (str, int, float)):
         return False
     if isinstance(value, bytes):
         return is_picture(value)
-    if isinstance(value, Mapping):  # `datasets` keeps sound in such a dict too, so the content decides
+    if isinstance(value, Mapping):  # `datasets` also keeps sound in such a dict, so the content decides.
         content, path = value.get("bytes"), value.get("path")
         if isinstance(content, bytes):
             return is_picture(content)
@@ -316,10 +333,10 @@ def _holds_images(value: Any) -> bool:
 
 
 def is_picture(content: bytes) -> bool:
-    """Whether the beginning of a file is that of a picture which Pillow opens."""
+    """Whether a file begins like an image that Pillow can open."""
     try:
-        Image.open(io.BytesIO(content)).close()  # reads the header only
-    except Exception:  # Pillow raises errors of many kinds
+        Image.open(io.BytesIO(content)).close()  # This only reads the header.
+    except Exception:  # Pillow raises errors of many kinds.
         return False
     return True
 

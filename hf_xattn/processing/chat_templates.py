@@ -1,8 +1,8 @@
-"""Chat templates of text models, for messages with images.
+"""Renders messages with images with the chat templates of text models.
 
-A template for texts may print nothing for a list of parts, print the list itself, or fail. So several forms of the
-messages are tried, and one is taken in which the template shows every text and the marker of every image. A template
-that writes the same marker itself gets the lists of parts.
+Such a template expects that the content of a message is a text. For a list of parts, it may write nothing, write the
+list itself, or fail. So several forms of the messages are tried, and the first form is used in which the template shows
+every text and the marker of every image. A template that writes the marker itself gets lists of parts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jinja2 import TemplateError, meta
 from .chat_messages import IMAGE, Message
 
 
-# For models without a template: `User: ...`, `Assistant: ...`, one message per line. An answer ends with the
-# end-of-sequence token.
+# The template for models that have none: `User: ...`, `Assistant: ...`, with one message per line. An answer ends with
+# the end-of-sequence token.
 DEFAULT_CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
 {{- 'Assistant:' -}}
@@ -29,25 +29,25 @@ DEFAULT_CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}"""
 
-# A key that no template reads. If its value is in the text, the template has printed a whole list of parts.
+# A key that no template reads. If its value is in the text, the template has written a whole list of parts.
 CANARY = "xattncanary"
 
-# A tag of transformers' own, around what the model says.
+# The tag with which templates of transformers mark the text of the assistant.
 GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 Dicts = list[dict[str, Any]]
-Form = Callable[[Message], Any]  # returns the content that the template gets
+Form = Callable[[Message], Any]  # Returns the content of a message in the form that the template gets.
 
 
 def default_template(tokenizer: Any) -> str:
-    """Returns `DEFAULT_CHAT_TEMPLATE`, with the BOS token in front if the tokenizer adds one to texts."""
+    """Returns `DEFAULT_CHAT_TEMPLATE`. If the tokenizer adds a BOS token to texts, the template begins with it."""
     first = tokenizer("a")["input_ids"][:1]
     begins = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
     return ("{{- bos_token -}}" if begins else "") + DEFAULT_CHAT_TEMPLATE
 
 
 def template_variables(*templates: str | None) -> set[str]:
-    """The names that chat templates read and do not set: messages, tools, and what a caller may add."""
+    """Returns the names of the variables that chat templates read: `messages`, `tools`, and those of the caller."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
@@ -56,26 +56,31 @@ def template_variables(*templates: str | None) -> set[str]:
 
 
 def check_template(processor: Any) -> None:
-    """Raises a `ValueError` if a processor, or a tokenizer, cannot render a question with its chat template."""
+    """Raises a `ValueError` if a processor or a tokenizer cannot render a question with its chat template."""
     question: Any = [{"type": "text", "text": "?"}] if hasattr(processor, "tokenizer") else "?"
     try:
         processor.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=True, return_dict=True
         )
     except (ValueError, TemplateError) as error:
-        why = "A chat needs a chat template that renders a question, but this one fails"
+        why = "Expected a chat template that can render a question, but this one fails"
         raise ValueError(f"{why}: {error}") from error
 
 
 def to_template(messages: list[Message], marker: str | None, render: Callable[[Dicts], str]) -> Dicts:
     """Returns messages in a form in which the template shows all of their texts and images.
 
-    Each form is tried with made-up words in place of the texts: a template may change a real text on purpose, for
-    example leave out the reasoning of earlier answers. Then each is tried with the real texts as plain strings: some
-    templates accept only certain texts.
+    Each form is first tried with invented words in the place of the texts, because a template may change a real text on
+    purpose. For example, it may leave out the reasoning of earlier answers. If no form works, the forms that are plain
+    strings are tried with the real texts, because some templates only accept certain texts.
 
-    Raises a `jinja2.TemplateError` or a `ValueError` if the template refuses, or loses a text of, every form. Without
-    a `marker` of images, the text has none.
+    Args:
+        messages (`list` of [`Message`]): the messages.
+        marker (`str`, *optional*): the image marker. None if the model uses no markers.
+        render (`Callable`): renders a list of dicts with the template.
+
+    Raises:
+        jinja2.TemplateError, ValueError: if the template refuses every form, or loses a text or an image of it.
     """
     tried: list[tuple[list[Form], Dicts]] = []
     for form in _forms(messages, marker):
@@ -94,7 +99,7 @@ def to_template(messages: list[Message], marker: str | None, render: Callable[[D
             return made
     errors = [each for each in lost if isinstance(each, Exception)]
     for error in errors:
-        if type(error) is TemplateError:  # the template's own message, from `raise_exception`
+        if type(error) is TemplateError:  # The template itself has raised it, with `raise_exception`.
             raise error
     losses = sorted((each for each in lost if isinstance(each, list)), key=len)
     if not losses:
@@ -106,7 +111,9 @@ def to_template(messages: list[Message], marker: str | None, render: Callable[[D
 
 
 def _forms(messages: list[Message], marker: str | None) -> list[list[Form]]:
-    """Returns the forms to try, best first. Each holds one function per message, which makes the message's content."""
+    """Returns the forms to try, the best one first. A form has one function for each message, which makes the content
+    of the message.
+    """
 
     def flat(message: Message) -> str | None:
         return None if message.content is None else "".join(_text(part, marker) for part in message.parts)
@@ -147,7 +154,7 @@ def _dicts(messages: list[Message], form: list[Form]) -> Dicts:
 
 
 def _probed(message: Message, index: int) -> Message:
-    """The message with a made-up word in the place of each text."""
+    """Returns the message with an invented word in the place of each text."""
     if message.content is None:
         return message
     words = [
@@ -160,20 +167,23 @@ def _probed(message: Message, index: int) -> Message:
 def _lost(
     messages: list[Message], made: Dicts, marker: str | None, render: Callable[[Dicts], str]
 ) -> Exception | list[str]:
-    """What a template does not show of messages, which were `made` dicts, in words, or the error that it raises."""
+    """Returns descriptions of what a template does not show of messages, or the error that it raises.
+
+    `made` are the dicts of the messages that the template gets.
+    """
     try:
         text = render(
             [{**each, "content": _with_canary(each["content"])} if "content" in each else each for each in made]
         )
-    except Exception as error:  # a template may raise anything
+    except Exception as error:  # A template may raise any error.
         return error
     texts = [[part.strip().lower() for part in each.parts if isinstance(part, str)] for each in messages]
     every, low = [part for parts in texts for part in parts], text.lower()
     lost = [
         f"the text of message {index} (role {message.role!r})"
         for index, (message, parts) in enumerate(zip(messages, texts))
-        # A template may write a tool call in place of the text of the same message. A text that is said twice, or
-        # within another, must be there as often.
+        # A template may write a tool call in the place of the text of the same message. A text that occurs several
+        # times, also within another text, must be shown as often.
         if not message.fields.get("tool_calls")
         and any(part and low.count(part) < sum(other.count(part) for other in every) for part in parts)
     ]

@@ -1,4 +1,7 @@
-"""How large an image may be: a few kilobytes may unpack to gigabytes. The limits of this process are [`LIMITS`]."""
+"""Limits of the size of images. They are needed because a file of a few kilobytes may unpack to gigabytes.
+
+[`LIMITS`] holds the limits of this process.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 class ImageLimits:
     """Limits of the images that are read.
 
+
     Example:
 
     ```python
@@ -20,25 +24,33 @@ class ImageLimits:
     ```
     """
 
-    max_pixels: int = 2**27  # width times height. At most 11 bytes a pixel are taken while an image is read
-    max_frames: int = 4096  # of a video, after `num_frames` or `fps` has chosen some
+    Args:
+        max_pixels (`int`): width times height of an image. While an image is read, it takes at most 11 bytes per pixel.
+        max_frames (`int`): number of frames of a video, after `num_frames` or `fps` has chosen some.
+    """
+
+    max_pixels: int = 2**27
+    max_frames: int = 4096
 
 
-LIMITS = ImageLimits()  # set its attributes to change them
-SIZES = ("size", "crop_size", "pad_size")  # of an image processor
+LIMITS = ImageLimits()  # Set its attributes to change the limits.
+SIZES = ("size", "crop_size", "pad_size")  # attributes of an image processor that hold sizes
 MAX_TILES = 1024
 
 
 def _sides(size: Any) -> dict[str, Any]:
-    """The lengths in a size: a dict, transformers' `SizeDict`, or one number for both sides."""
+    """Returns the lengths in a size: a dict, a `SizeDict` of transformers, or one number for both sides."""
     if not isinstance(size, dict):
         size = vars(size) if hasattr(size, "__dict__") else {"height": size, "width": size}
     return {key: side for key, side in size.items() if side is not None}
 
 
 def check_image_processor(image_processor: Any) -> None:
-    """Raises a `ValueError` if an image processor, which comes from a file, makes too large images."""
-    counts_pixels = hasattr(image_processor, "merge_size")  # Qwen's edges are numbers of pixels
+    """Raises a `ValueError` if an image processor would make images that are too large.
+
+    The settings of an image processor come from a file, which may not be trusted.
+    """
+    counts_pixels = hasattr(image_processor, "merge_size")  # In Qwen's image processors, an edge is a number of pixels.
     for name in SIZES:
         sides = _sides(getattr(image_processor, name, None))
         for key, side in sides.items():
@@ -62,10 +74,16 @@ def check_image_processor(image_processor: Any) -> None:
 
 
 def resized_pixels(width: int, height: int, image_processor: Any, **kwargs: Any) -> int:
-    """Number of pixels to which an image processor enlarges an image; 0 where [`check_image_processor`] bounds it.
+    """Returns the number of pixels to which an image processor enlarges an image.
 
-    Only a `size` that sets the shortest edge alone leaves the other one open: of an image of 1 x 20000 pixels it makes
-    224 x 4480000. `kwargs` are those of the call of the image processor.
+    Only a `size` that sets nothing but the shortest edge needs this check, because the other edge then has no limit: an
+    image of 1 x 20000 pixels becomes one of 224 x 4480000. For any other `size`, [`check_image_processor`] is enough
+    and 0 is returned.
+
+    Args:
+        width, height (`int`): size of the image.
+        image_processor: the image processor.
+        kwargs: arguments of the call of the image processor.
     """
     sides = _sides(kwargs.get("size") or getattr(image_processor, "size", None))
     resizes = kwargs.get("do_resize", getattr(image_processor, "do_resize", True)) is not False

@@ -1,6 +1,6 @@
-"""Reads images and videos as upright RGB images: the same pixels from every source.
+"""Reads images and videos as upright RGB images, with the same pixels from every source.
 
-Transformers' image processors do not rotate images upright, and some keep a palette or an alpha channel.
+The image processors of transformers do not rotate images upright, and some of them keep a palette or an alpha channel.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-OVERSHOOT = 2.0  # values from 0 to 1 may go a little above 1, or below 0, as resizing leaves them
-# Formats of PIL that other programs decode: Ghostscript runs what an EPS file says.
+OVERSHOOT = 2.0  # After resizing, values from 0 to 1 may be a little above 1. A larger maximum means values up to 255.
+# Formats that Pillow passes to other programs. For example, Ghostscript executes the code in an EPS file.
 OTHER_PROGRAMS = ("EPS", "WMF", "EMF", "BUFR", "GRIB", "HDF5")
-ORIENTATION = 0x0112  # of EXIF
-TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # of an orientation to Pillow's `Transpose`
+ORIENTATION = 0x0112  # the EXIF tag of the orientation
+TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # from the orientation in EXIF to `Transpose` of Pillow
 KINDS = "images (PIL, numpy, torch), URLs, data URLs, base64, paths or the bytes of files"
 
 
@@ -49,15 +49,18 @@ def is_pil(image: Any) -> bool:
 
 
 def read_image(image: Any, name: str = "images", *, input_data_format: Any = None, rescale: bool = True) -> Any:
-    """Returns an upright RGB image: PIL images, files and URLs as a PIL image, arrays as `(3, height, width)`.
+    """Returns an upright RGB image.
 
     Transparent areas become white, as in transformers' `convert_to_rgb`.
 
     Args:
         image: a PIL image, an array or tensor, a path, a URL, a data URL, base64, or the bytes of a file.
         name (`str`): name of the argument in errors.
-        input_data_format (*optional*): as in the image processor; for arrays only.
+        input_data_format (*optional*): as in the image processor. Only used for arrays.
         rescale (`bool`): whether the image processor will divide the values by 255.
+
+    Returns:
+        An array or tensor `(3, height, width)` for an array or tensor, and a PIL image for anything else.
 
     Raises:
         TypeError: for an image of any other type.
@@ -75,10 +78,13 @@ def read_image(image: Any, name: str = "images", *, input_data_format: Any = Non
 
 
 def read_images(images: list[Any], image_processor: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Returns upright RGB images for a call of an image processor. Takes or sets `input_data_format` in `kwargs`."""
+    """Returns upright RGB images for a call of an image processor with `kwargs`.
+
+    Changes `kwargs`: `return_tensors` is removed, and `input_data_format` is set to that of the returned images.
+    """
     kwargs.pop("return_tensors", None)
     if kwargs.get("do_convert_rgb", getattr(image_processor, "do_convert_rgb", None)) is False:
-        # The caller passes images in the form that the vision tower reads.
+        # The caller passes images in the form that the vision tower reads, so their channels stay.
         pictures = [upright(image) if is_pil(image) or is_array(image) else read_image(image) for image in images]
         _check_resized(list(filter(is_pil, pictures)), image_processor, kwargs)
         return pictures
@@ -93,39 +99,42 @@ def read_images(images: list[Any], image_processor: Any, kwargs: dict[str, Any])
     if getattr(image_processor, "backend", None) == "pil":
         pictures = [picture.cpu() if isinstance(picture, torch.Tensor) else picture for picture in pictures]
     if pictures and all(is_array(picture) for picture in pictures):
-        kwargs["input_data_format"] = "channels_first"  # do not guess: a height of 3 pixels looks like 3 channels
+        # Without this, the image processor would guess, and take a height of 3 pixels for 3 channels.
+        kwargs["input_data_format"] = "channels_first"
     return pictures
 
 
 def _check_resized(pictures: list[Any], image_processor: Any, kwargs: dict[str, Any]) -> None:
-    """Raises a `ValueError` for an image so narrow that the image processor would make too many pixels of it."""
+    """Raises a `ValueError` for an image that is so narrow that the image processor would enlarge it too much."""
     for picture in pictures:
         height, width = picture.shape[-2:] if is_array(picture) else picture.size[::-1]
         pixels = resized_pixels(width, height, image_processor, **kwargs)
         if pixels > LIMITS.max_pixels:
             raise ValueError(
                 f"`images` holds an image of {width} x {height} pixels, of which the image processor would make "
-                f"{pixels} pixels: expected at most {LIMITS.max_pixels}. Cut it into less narrow pieces. A larger "
-                "limit is set with `hf_xattn.IMAGE_LIMITS.max_pixels`."
+                f"{pixels} pixels: expected at most {LIMITS.max_pixels}. Cut it into less narrow pieces, or set a "
+                "larger limit with `hf_xattn.IMAGE_LIMITS.max_pixels`."
             )
 
 
 def upright(image: Any) -> Any:
-    """The image, turned as its EXIF says, with the channels that it has.
+    """Returns the image, rotated as its EXIF data say. Its channels stay.
 
-    Pillow's `exif_transpose` writes the EXIF anew, which fails if a part of it is broken. No viewer does that.
+    Pillow's `exif_transpose` also writes the EXIF data again, which fails if a part of them is broken. A viewer shows
+    such an image, so this function reads it, too.
     """
     if not is_pil(image):
         return image
     image.load()
     try:
         method = TURNS.get(image.getexif().get(ORIENTATION))
-    except Exception:  # a broken EXIF says nothing; Pillow raises errors of many kinds
+    except Exception:  # Broken EXIF data are ignored. Pillow raises errors of many kinds for them.
         method = None
     if method is None:
         return image
     turned = image.transpose(method)
-    for name in ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"):  # or it would be turned again
+    # Without these data, no later code rotates the image a second time.
+    for name in ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"):
         turned.info.pop(name, None)
     return turned
 
@@ -138,19 +147,19 @@ def _check_unit_range(image: Any) -> None:
             return
         got += f" with values from {lowest:g} up to {highest:g}"
     raise ValueError(
-        f"Expected floating-point images with values from 0 to 1 for `do_rescale=False`, got {got}. Remove it: values "
-        "up to 255 are rescaled, and normalised ones are `pixel_values`."
+        f"Expected floating-point images with values from 0 to 1 for `do_rescale=False`, got {got}. For values up to "
+        "255, leave `do_rescale` out. Pass normalised images to the model, as `pixel_values`."
     )
 
 
 def read_frames(video: Any, num_frames: int | None = None, fps: float | None = None) -> list[Any]:
-    """Returns the frames of a video, as images.
+    """Returns the frames of a video as images.
 
     Args:
         video: an array or tensor `(frames, height, width, channels)` or `(frames, channels, height, width)`, a list of
-            images, or the path or URL of a video file, which needs a decoder (PyAV).
-        num_frames (`int`, *optional*): number of frames to take, evenly spaced. All frames by default.
-        fps (`float`, *optional*): frames per second to take from a video file.
+            images, or the path or URL of a video file. A file needs a decoder (PyAV).
+        num_frames (`int`, *optional*): number of frames to take, evenly spaced. By default, all frames are taken.
+        fps (`float`, *optional*): number of frames per second to take. Only for a video file.
 
     Raises:
         TypeError: for a video of any other type.
@@ -163,7 +172,7 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
     if isinstance(video, (str, Path)):
         return _frames_of_file(video, num_frames, fps)
     if fps is not None:
-        raise ValueError("`fps` needs a video file, got frames, whose speed is not known. Use `num_frames` for frames.")
+        raise ValueError("`fps` needs a video file, got frames, whose speed is not known. Pass `num_frames` instead.")
     if is_array(video):
         if video.ndim != 4:
             raise ValueError(
@@ -181,7 +190,7 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
     if num_frames is None or len(video) <= num_frames:
         return list(video)
     places = np.linspace(0, len(video) - 1, num_frames).tolist()
-    return [video[round(place)] for place in places]  # evenly spaced, from the first to the last
+    return [video[round(place)] for place in places]  # The first and the last frame are among them.
 
 
 def _frames_of_file(video: str | Path, num_frames: int | None, fps: float | None) -> list[Any]:
@@ -191,7 +200,7 @@ def _frames_of_file(video: str | Path, num_frames: int | None, fps: float | None
         raise ValueError(f"Expected `videos` to hold a video file or a URL, got {_short(video)}, which is neither.")
     if num_frames is not None and fps is not None:
         raise ValueError("`num_frames` and `fps` both choose frames: pass one of them.")
-    file: Any = str(video)  # `load_video` accepts it, but its annotation does not list `str`
+    file: Any = str(video)  # `load_video` accepts a `str`, but its annotation does not say so.
     try:
         frames = load_video(file, sample_indices_fn=lambda metadata, **_: frames_to_read(metadata, num_frames, fps))[0]
         if not len(frames):
@@ -204,21 +213,23 @@ def _frames_of_file(video: str | Path, num_frames: int | None, fps: float | None
         ) from error
     except MemoryError:
         raise
-    except Exception as error:  # a broken file: decoders raise errors of many kinds
+    except Exception as error:  # Decoders raise errors of many kinds for a broken file.
         why = str(error) or type(error).__name__
         raise ValueError(f"`videos` holds {_short(video)}, which cannot be read as a video: {why}") from error
 
 
 def frames_to_read(metadata: Any, num_frames: int | None, fps: float | None) -> np.ndarray:
-    """The places of the frames to read from a video file, evenly spaced, before any is decoded."""
+    """Returns the indices of the frames to read from a video file, evenly spaced. No frame is decoded before."""
     total, rate = metadata.total_num_frames, metadata.fps
     if total < 1:
         raise ValueError("it has no frames.")
     if fps is not None and not (fps > 0 and rate and rate > 0):
-        raise ValueError(f"`fps` ({fps}) must be above 0, and the file must say its own ({rate}).")
+        raise ValueError(
+            f"expected `fps` above 0, and a file that says its own frames per second, got {fps} and {rate}."
+        )
     number = num_frames or (total if fps is None else max(1, min(total, int(total / rate * fps))))
     if number > total:
-        raise ValueError(f"`num_frames` is {number}, and it has {total} frames.")
+        raise ValueError(f"expected `num_frames` of at most {total}, the number of its frames, got {number}.")
     _check_frames(number)
     pixels = (metadata.height or 0) * (metadata.width or 0)
     if pixels > LIMITS.max_pixels or pixels * number > 8 * LIMITS.max_pixels:
@@ -233,13 +244,13 @@ def frames_to_read(metadata: Any, num_frames: int | None, fps: float | None) -> 
 def _check_frames(number: int) -> None:
     if number > LIMITS.max_frames:
         raise ValueError(
-            f"Expected each of `videos` to have at most {LIMITS.max_frames} frames, got {number}. Choose some with "
-            "`num_frames`. A larger limit is set with `hf_xattn.IMAGE_LIMITS.max_frames`."
+            f"Expected each of `videos` to have at most {LIMITS.max_frames} frames, got {number}. Choose fewer with "
+            "`num_frames`, or set a larger limit with `hf_xattn.IMAGE_LIMITS.max_frames`."
         )
 
 
 def open_image(source: str | Path | bytes, name: str) -> Image:
-    """Opens the image of a path, URL, data URL, base64 or a file's content. Its pixels are not read yet.
+    """Opens an image from a path, a URL, a data URL, base64 or the bytes of a file. Its pixels are not decoded yet.
 
     Raises the errors of [`read_image`].
     """
@@ -249,7 +260,9 @@ def open_image(source: str | Path | bytes, name: str) -> Image:
 
 
 def _open(source: str | Path | bytes, name: str) -> Image:
-    """Transformers' `load_image` drops the alpha channel, so transparent areas would not become white."""
+    """Opens an image. This replaces transformers' `load_image`, which drops the alpha channel, so that transparent
+    areas would not become white.
+    """
     from PIL import UnidentifiedImageError
 
     text = "" if isinstance(source, bytes) else str(source)
@@ -274,14 +287,14 @@ def _open(source: str | Path | bytes, name: str) -> Image:
             f"Expected `{name}` to hold an image, or its path, URL, data URL or base64, got {_short(source)}: there is "
             f"no such file.{as_text}"
         ) from error
-    except Exception as error:  # decoders of broken files raise errors of many kinds
+    except Exception as error:  # Decoders raise errors of many kinds for broken files.
         raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read: {error}") from error
 
 
 def _is_file(text: str) -> bool:
     try:
         return os.path.isfile(text)
-    except ValueError:  # a null character
+    except ValueError:  # The text has a null character.
         return False
 
 
@@ -289,24 +302,24 @@ def _decoder(file: Any) -> Image:
     from PIL import Image
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `max_pixels` decides
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `LIMITS.max_pixels` decides instead.
         image = Image.open(file)
     if image.format in OTHER_PROGRAMS:
-        raise OSError(f"{image.format} files are read by another program, which is not started for an image.")
+        raise OSError(f"another program reads {image.format} files, and it is not started for an image.")
     return image
 
 
 def _check_size(image: Image, name: str) -> None:
-    """Raises a `ValueError` for an image that is too large, by its header: no pixel is read before."""
+    """Raises a `ValueError` for an image that is too large. Only the header of the image was read before."""
     if image.width * image.height > LIMITS.max_pixels:
         raise ValueError(
             f"`{name}` holds an image of {image.width} x {image.height} pixels: expected at most {LIMITS.max_pixels} "
-            "pixels. A larger limit is set with `hf_xattn.IMAGE_LIMITS.max_pixels`."
+            "pixels. Set a larger limit with `hf_xattn.IMAGE_LIMITS.max_pixels`."
         )
 
 
 def _download(url: str) -> bytes:
-    """As transformers' `load_image`, but a page that says that something is wrong is no image."""
+    """Downloads a file like transformers' `load_image`, but raises an error for an error page of the server."""
     from huggingface_hub.utils import httpx
 
     return httpx.get(url, timeout=60.0, follow_redirects=True).raise_for_status().content
@@ -329,7 +342,7 @@ def _rgb(image: Image, name: str) -> Image:
         )
     try:
         image = upright(image)
-        if image.mode.startswith("I;16"):  # `convert` would clip the values at 255
+        if image.mode.startswith("I;16"):  # `convert` would clip the values at 255.
             values = np.array(image)
             if isinstance(clear := image.info.get("transparency"), int):
                 values[values == clear] = 65535
@@ -345,7 +358,7 @@ def _rgb(image: Image, name: str) -> Image:
             white.alpha_composite(image)
             image = white
         return image.convert("RGB")
-    except Exception as error:  # a broken file: decoders raise errors of many kinds
+    except Exception as error:  # Decoders raise errors of many kinds for a broken file.
         raise ValueError(f"`{name}` holds an image that cannot be read: {error}") from error
 
 
@@ -394,7 +407,7 @@ def _rgb_array(image: Any, name: str, input_data_format: Any, rescale: bool) -> 
 
 
 def _plain(array: np.ndarray, name: str) -> np.ndarray:
-    if array.dtype == np.uint16:  # torch has few operations for it
+    if array.dtype == np.uint16:  # torch has few operations for this dtype.
         return array.astype(np.int32)
     if array.dtype.kind not in "biuf":
         raise TypeError(f"Expected `{name}` to hold numbers, got a numpy.ndarray of {array.dtype}.")
@@ -408,7 +421,7 @@ def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Te
     if tensor.dtype == torch.bool:
         return tensor.to(torch.uint8) * 255
     if not tensor.is_floating_point():
-        tensor = tensor.to(torch.int64)  # torch has no minimum of uint16, uint32 and uint64
+        tensor = tensor.to(torch.int64)  # torch has no `min` for uint16, uint32 and uint64.
     low, high = float(tensor.min()), float(tensor.max())
     if not math.isfinite(low + high):
         raise ValueError(f"Expected `{name}` to hold finite values, got some that are NaN or infinite.")
@@ -425,15 +438,15 @@ def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Te
         raise ValueError(
             f"Expected `{name}` to be in 0..255, got an array of {tensor.dtype} with values from {low:.3g} to "
             f"{high:.3g}: divided by 255, the image becomes almost black. Pass `do_rescale=False` for values in 0..1, "
-            "such as torchvision's `ToTensor` gives. Pass a picture that is this dark as uint8."
+            "such as torchvision's `ToTensor` gives. Pass an image that really is this dark as uint8."
         )
     tensor = tensor.to(torch.float32)
-    return tensor.round() if rescale and high > 1 else tensor  # the PIL backend takes whole numbers only
+    return tensor.round() if rescale and high > 1 else tensor  # The PIL backend only takes whole numbers.
 
 
 def _over_white(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Puts an image `(4, height, width)` on a white background, and returns `(3, height, width)`."""
-    if tensor.dtype == torch.uint8:  # through PIL, so that arrays and files give the same bytes
+    if tensor.dtype == torch.uint8:  # PIL does this for arrays, too, so that arrays and files give the same bytes.
         from PIL import Image
 
         picture = Image.fromarray(tensor.permute(1, 2, 0).cpu().contiguous().numpy())

@@ -1,6 +1,6 @@
-"""The pipeline of transformers for images and text, where chats of a batch have different numbers of images.
+"""transformers' pipeline for images and text, extended to batches of chats with different numbers of images.
 
-transformers concatenates the images of the samples, which then must be equally many.
+transformers concatenates the images of the samples, so all samples must have the same number of images.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ OF_IMAGES = ("pixel_values", "vision_features", "aspect_ratio_ids", "aspect_rati
 
 
 class XAttnImageTextToTextPipeline(ImageTextToTextPipeline):
-    """transformers' own, whose batches may have different numbers of images, and whose texts are padded in front, where
-    `generate` expects it, whatever the side of the tokenizer. Other models get transformers' batches.
+    """transformers' pipeline, with two differences for models of this package.
+
+    The samples of a batch may have different numbers of images. Texts are padded on the left, where `generate` expects
+    padding, whatever the tokenizer's `padding_side` is. Batches of other models stay as they are in transformers.
     """
 
     def get_iterator(self, *args: Any, **kwargs: Any) -> Any:
@@ -31,17 +33,17 @@ class XAttnImageTextToTextPipeline(ImageTextToTextPipeline):
             return super().get_iterator(*args, **kwargs)
         side, tokenizer.padding_side = tokenizer.padding_side, "left"
         try:
-            answers = super().get_iterator(*args, **kwargs)  # it notes the side
+            answers = super().get_iterator(*args, **kwargs)  # This reads `padding_side` and keeps it.
         finally:
             tokenizer.padding_side = side
-        loader = answers.loader.loader  # answers are made of outputs, and outputs of batches
+        loader = answers.loader.loader  # `answers` iterates over model outputs, and these over the batches.
         if loader.batch_size > 1:
             loader.collate_fn = partial(_collate, loader.collate_fn)
         return answers
 
 
 def _collate(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    """Gives all samples equally many images, with an `image_mask` where some are padding, and calls `collate`."""
+    """Pads all samples to the same number of images, with an `image_mask` if there is padding, and calls `collate`."""
     names = [name for name in OF_IMAGES if any(name in sample for sample in samples)]
     if not names or any(sample["input_ids"].shape[0] != 1 for sample in samples):
         return collate(samples)
@@ -54,7 +56,7 @@ def _collate(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
 
 
 def register_pipeline() -> None:
-    """Makes `pipeline("image-text-to-text", ...)` take this class, unless somebody else has put theirs."""
+    """Makes `pipeline("image-text-to-text", ...)` use this class, unless another package has set a class of its own."""
     task: Any = SUPPORTED_TASKS[TASK]
     if task["impl"] in (ImageTextToTextPipeline, f"{ImageTextToTextPipeline.__module__}.ImageTextToTextPipeline"):
         task["impl"] = XAttnImageTextToTextPipeline

@@ -10,11 +10,15 @@ from ..utils.tensor_checks import type_name
 from .image_reading import is_array, is_pil, read_frames
 
 
-# Options that choose the frames of a video. Transformers' `apply_chat_template` adds `do_sample_frames`.
+# Options that choose the frames of a video. `apply_chat_template` of transformers adds `do_sample_frames`.
 OF_VIDEOS = ("num_frames", "fps", "do_sample_frames")
 
 
 def read_texts(text: Any, images: Any) -> list[str]:
+    """Returns the argument `text` of a processor as a list. Raises a `TypeError` for anything but texts.
+
+    `images` is only used for the error: if it holds texts, the two arguments were probably swapped.
+    """
     texts = [text] if isinstance(text, str) else text
     if isinstance(texts, (list, tuple)) and texts and all(isinstance(entry, str) for entry in texts):
         return list(texts)
@@ -30,9 +34,16 @@ def read_texts(text: Any, images: Any) -> list[str]:
 def read_samples(
     images: Any, videos: Any, texts: list[str] | None, one_text: bool, kwargs: dict[str, Any]
 ) -> list[list[Any]]:
-    """Returns the images of each text, followed by the frames of its videos."""
+    """Returns a list for each text, with the images of the text, followed by the frames of its videos.
+
+    Args:
+        images, videos: the arguments of the processor.
+        texts (`list[str]`, *optional*): the texts.
+        one_text (`bool`): whether the processor was called with one text and not with a list.
+        kwargs (`dict`): options that choose the frames of a video.
+    """
     options = {name: kwargs.get(name) for name in OF_VIDEOS if name != "do_sample_frames"}
-    if kwargs.get("do_sample_frames") is False:  # the video holds the chosen frames already
+    if kwargs.get("do_sample_frames") is False:  # The video only holds the chosen frames already.
         options = {}
     if videos is None:
         return _samples(images, texts, one_text)
@@ -59,9 +70,10 @@ def read_samples(
 
 
 def lay_out(tensors: dict[str, torch.Tensor], samples: list[list[Any]]) -> dict[str, torch.Tensor]:
-    """Lays `(images of all texts, ...)` out as `(texts, images of the text with most, ...)`, padded with zeros.
+    """Arranges tensors `(number of all images, ...)` as `(texts, largest number of images of a text, ...)`.
 
-    Adds `image_mask`, False = padding, if there is any. `samples` are the images of each text, in the same order.
+    Texts with fewer images are padded with zeros. If there is padding, the result also has `image_mask`, False =
+    padding. `samples` holds the images of each text, in the order of the tensors.
     """
     widest = max(len(sample) for sample in samples)
     batch = {name: tensor.new_zeros(len(samples), widest, *tensor.shape[1:]) for name, tensor in tensors.items()}

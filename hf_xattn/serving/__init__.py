@@ -1,5 +1,4 @@
-"""A model that answers others: chat sessions, the HTTP server, the page.
+"""Chat sessions, the HTTP server and the web page: everything that runs for a long time and answers a client.
 
-What may come in: what runs for a long time and talks to a client.
-Imports from: all rooms above, and the model.
+This subpackage imports from: all subpackages before it, and the model.
 """

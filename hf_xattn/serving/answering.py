@@ -1,4 +1,4 @@
-"""One model that answers many clients: one thread prepares their requests, and another answers them in turn."""
+"""One model that answers many clients: one thread prepares the requests, and another thread answers one at a time."""
 
 from __future__ import annotations
 
@@ -23,27 +23,31 @@ if TYPE_CHECKING:
     from ..modeling_xattn import XAttnForConditionalGeneration
 
 
-UNFINISHED = "\ufffd"  # stands for the bytes of a character whose other bytes are in the next token
-LOOKS = 0.5  # seconds between two looks whether a client is still there
+UNFINISHED = "\ufffd"  # A tokenizer decodes a character to this if some of its bytes are in the next token.
+LOOKS = 0.5  # seconds between two checks whether a client is still connected
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer."""
+    """A complete answer."""
 
     text: str
     num_prompt_tokens: int
     num_tokens: int
-    finish_reason: str  # "length" if the answer was cut, else "stop"
+    finish_reason: str  # "length" if the answer was cut off, otherwise "stop"
 
 
 def place_of_stop(text: str, stops: list[str]) -> int | None:
-    """Where the first stop string of a text begins; None without one."""
+    """Returns the index at which the first stop string begins in a text. None if the text has no stop string."""
     return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
 
 
 def shown_length(text: str, stops: list[str]) -> int:
-    """How many characters of an unfinished text stand in front of a stop string, and of what may begin one."""
+    """Returns how many characters of an unfinished text can be shown.
+
+    These are the characters before a stop string. If the text ends with the beginning of a stop string, that beginning
+    is not shown yet.
+    """
     place = place_of_stop(text, stops)
     if place is not None:
         return place
@@ -53,7 +57,7 @@ def shown_length(text: str, stops: list[str]) -> int:
 
 
 class _Pieces(BaseStreamer):
-    """Gives the text of an answer token by token. What may begin a stop string waits for the next token."""
+    """Streams the text of an answer. Text that may be the beginning of a stop string waits for the next token."""
 
     def __init__(self, tokenizer: Any, stops: list[str], give: Callable[[str], Any]):
         self.tokenizer, self.stops, self.give = tokenizer, stops, give
@@ -61,7 +65,7 @@ class _Pieces(BaseStreamer):
         self.given, self.begun = "", False
 
     def put(self, value: torch.Tensor) -> None:
-        if self.begun:  # what comes first is the prompt
+        if self.begun:  # The first call passes the prompt.
             self.ids += value.flatten().tolist()
             text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
             if not text.endswith(UNFINISHED) and text.startswith(self.given):
@@ -69,10 +73,10 @@ class _Pieces(BaseStreamer):
         self.begun = True
 
     def end(self) -> None:
-        """Transformers calls this at the end of an answer, but only `finish` knows its whole text."""
+        """transformers calls this at the end of an answer. It does nothing, because [`finish`] gives the rest."""
 
     def finish(self, text: str) -> None:
-        """Gives the rest of the answer."""
+        """Streams the rest of the answer, whose whole text is `text`."""
         self._show(text)
 
     def _show(self, text: str) -> None:
@@ -82,16 +86,21 @@ class _Pieces(BaseStreamer):
 
 
 class Answering:
-    """Asks one model. Answers are those of `generate`."""
+    """Answers requests with one model. The answers are those of `generate`.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`]): the model.
+        processor: an [`XAttnProcessor`], or a tokenizer for a model without images.
+    """
 
     def __init__(self, model: XAttnForConditionalGeneration, processor: Any):
         self.model, self.processor = model, processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        # One request is unpacked at a time.
+        # Each has one thread: the images of one request are decoded at a time, and one request is answered at a time.
         self._preparing, self._answering = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     async def prepare(self, asked: Asked) -> dict[str, Any]:
-        """The arguments of `generate`. Raises [`Refused`] for a prompt that fills the model's context."""
+        """Returns the arguments of `generate`. Raises [`Refused`] if the prompt leaves no place for an answer."""
         return await asyncio.get_running_loop().run_in_executor(self._preparing, self._prepare, asked)
 
     def _prepare(self, asked: Asked) -> dict[str, Any]:
@@ -100,16 +109,17 @@ class Answering:
         if room <= 0:
             length = inputs["input_ids"].shape[1]
             raise Refused(
-                f"Expected a prompt of fewer than {length + room} tokens, the limit of the model, got {length}."
+                f"Expected a prompt of fewer than {length + room} tokens, the limit of the model, got {length}. Send a "
+                "shorter conversation."
             )
         return {**inputs, **asked.options, "max_new_tokens": min(asked.options["max_new_tokens"], room)}
 
     async def pieces(
         self, asked: Asked, arguments: dict[str, Any], has_left: Callable[[], Awaitable[bool]] | None = None
     ) -> AsyncGenerator[str | Answer, None]:
-        """Yields the text of an answer as it is generated, if a stream was asked for, and at its end the [`Answer`].
+        """Yields the [`Answer`] when it is complete. If the request asks for a stream, first yields pieces of its text.
 
-        Generation ends if the caller closes the iterator, or if the client `has_left`.
+        Generation stops if the caller closes the iterator, or if `has_left` says that the client is gone.
         """
         loop, left = asyncio.get_running_loop(), threading.Event()
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
@@ -139,24 +149,24 @@ class Answering:
     ) -> Answer:
         length = arguments["input_ids"].shape[1]
         pieces = _Pieces(self.tokenizer, asked.stops, give)
-        # More tokens than the longest stop string has: a token holds a byte or more, a character up to four.
+        # The longest stop string has fewer tokens than this: a character has at most four bytes, a token at least one.
         window = 4 * max(map(len, asked.stops), default=0) + 4
 
         def ends(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            """Which rows have a stop string in their last token, special tokens included.
+            """Returns which rows end with a stop string, or were left by their client. Special tokens count, too.
 
-            Transformers' own criterion compares every stop string with every token of the vocabulary first, which takes
-            seconds for strings that a client chooses. And it leaves the string in the answer.
+            The criterion of transformers first compares every stop string with every token of the vocabulary, which
+            takes seconds for strings that a client chooses. It also leaves the stop string in the answer.
             """
             last = input_ids[:, max(length, input_ids.shape[1] - window) :] if asked.stops else input_ids[:, :0]
             texts = self.tokenizer.batch_decode(last, skip_special_tokens=False)
             done = [left.is_set() or place_of_stop(text, asked.stops) is not None for text in texts]
             return torch.tensor(done, device=input_ids.device)
 
-        if left.is_set():  # while the request waited
+        if left.is_set():  # The client has left while the request waited.
             return Answer("", length, 0, "stop")
         devices = [self.model.device] if self.model.device.type == "cuda" else []
-        # Later requests draw on as before.
+        # The seed of one request must not change the random numbers of later requests.
         with torch.random.fork_rng(devices, enabled=asked.seed is not None):
             if asked.seed is not None:
                 torch.manual_seed(asked.seed)

@@ -1,4 +1,4 @@
-"""A chat with one model: its messages, its images, and a cache that is kept from turn to turn."""
+"""A conversation with one model: its messages, its images, and a cache that is kept from turn to turn."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Answer:
     """An answer of a conversation."""
 
     text: str
-    ids: torch.Tensor  # its tokens
-    asked: list[dict[str, Any]]  # the messages that it answers, the question last
+    ids: torch.Tensor  # the tokens of the answer
+    asked: list[dict[str, Any]]  # the messages before the answer, of which the last one is the question
 
     @property
     def num_images(self) -> int:
-        """Those of the question and of all messages before it."""
+        """Number of images in the question and in all messages before it."""
         return sum(isinstance(message["content"], list) and len(message["content"]) - 1 for message in self.asked)
 
     def words(self, tokenizer: Any) -> list[Word]:
-        """The words of the answer, with their tokens as indices into `ids`."""
+        """Returns the words of the answer. Their tokens are indices into `ids`."""
         return words_of(self.ids.tolist(), tokenizer)
 
 
@@ -46,15 +46,18 @@ class ChatSession:
     """One conversation.
 
     Every turn renders the whole conversation with the chat template and passes it to `generate` with the cache of
-    earlier turns. The model reads only tokens, and encodes only images, that are not yet in the cache. If the template
-    renders earlier turns differently than before, the cache is cropped to the tokens that are still the same. With
-    `image_visibility="all"` all text sees all images, so a new image makes the model read the conversation again; an
-    image store keeps the images that it has encoded.
+    earlier turns. The model only reads tokens, and only encodes images, that are not in the cache yet. If the template
+    renders earlier turns differently than before, the cache is cropped to the tokens that are still the same.
+
+    With `image_visibility="all"`, all text sees all images. A new image then makes the model read the whole
+    conversation again. An image store prevents that it also encodes the earlier images again.
 
     Args:
+        model ([`XAttnForConditionalGeneration`]): the model.
         processor: an [`XAttnProcessor`], or a tokenizer for a model without images.
-        cache ([`XAttnCache`], *optional*): images that are encoded already and begin the first question, whose pixels
-            `processor` leaves out.
+        system (`str`, *optional*): a system message.
+        cache ([`XAttnCache`], *optional*): encoded images, with which the first question begins. `processor` then must
+            not return their pixels.
         options: keyword arguments of `generate`, for every turn.
     """
 
@@ -76,7 +79,7 @@ class ChatSession:
         self._cache: XAttnCache | None = cache
 
     def clear(self) -> None:
-        """Forgets messages and images. The system message stays."""
+        """Starts a new conversation: drops all messages and images, except the system message."""
         self.messages: list[dict[str, Any]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
@@ -98,19 +101,21 @@ class ChatSession:
         """Asks one question, with images, and returns the answer.
 
         Args:
-            streamer (`TextStreamer`, *optional*): gets the answer as it is generated.
-            stop (*optional*): called after each token; the answer ends when it returns True.
+            text (`str`): the question.
+            images (`list[PIL.Image.Image]`, *optional*): images that come before the text.
+            streamer (`TextStreamer`, *optional*): receives the answer while it is generated.
+            stop (`Callable`, *optional*): is called after each token. The answer ends when it returns True.
 
         Raises:
-            ValueError: if the conversation with its answer is longer than the model supports. After any error the
-                conversation is the same as before the question.
+            ValueError: if the conversation with its answer would be longer than the model supports. After any error,
+                the conversation is the same as before the question.
         """
         messages = [*self.messages, question(text, images)]
         try:
             inputs = self._inputs(messages)
             answer_ids = self._generate(inputs, streamer, stop)
         except BaseException:
-            # The cache may hold images of the failed question, so the next turn reads the whole conversation again.
+            # The cache may hold images of the failed question. Without it, the next turn reads the whole conversation.
             self._cache = None
             raise
         answer = self.tokenizer.decode(answer_ids, skip_special_tokens=True)
@@ -121,10 +126,11 @@ class ChatSession:
     def stream(
         self, text: str, images: list[Image] | None = None, stop: threading.Event | None = None
     ) -> Iterator[str]:
-        """Asks one question in a thread, and yields the answer piece by piece. It is then the last of `answers`.
+        """Asks one question in a thread, and yields the answer piece by piece.
 
-        The answer ends after the current token if the caller sets `stop` or closes the iterator. A question that comes
-        while another is being answered waits for it. Errors as [`~ChatSession.ask`].
+        When the iterator ends, the answer is the last of `answers`. If the caller sets `stop` or closes the iterator,
+        the answer ends after the current token. A question that comes while another one is being answered waits for
+        it. The errors are those of [`~ChatSession.ask`].
         """
         stop = stop or threading.Event()
         pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -136,7 +142,7 @@ class ChatSession:
                     done.set_result(self.ask(text, images, pieces, stop.is_set))
             except BaseException as error:
                 done.set_exception(error)
-            finally:  # also of an answer that failed
+            finally:  # The iterator must end, also if the answer has failed.
                 pieces.text_queue.put(pieces.stop_signal)
 
         threading.Thread(target=answer, name="hf_xattn answer", daemon=True).start()
@@ -147,10 +153,10 @@ class ChatSession:
             stop.set()
 
     def maps(self, answer: Answer) -> AttentionMaps:
-        """Computes the attention maps of one of `answers`, as [`answer_maps`]. The messages before it have none.
+        """Computes the attention maps of one of `answers`, like [`answer_maps`]. They only cover the answer.
 
         Raises:
-            ValueError: if the answer was given without images.
+            ValueError: if there are no images in the conversation up to the answer.
         """
         return answer_maps(self.model, self._inputs(answer.asked), answer.ids)
 
@@ -170,9 +176,9 @@ class ChatSession:
     ) -> torch.Tensor:
         input_ids = inputs["input_ids"]
         if self.model.config.image_visibility == "all" and self._has_new_images(inputs.get("pixel_values")):
-            self._cache = None  # all text sees all images, and the cached text has not seen these
+            self._cache = None  # All text sees all images, and the cached text has not seen the new ones.
         cache = self._cache_for(input_ids[0])
-        # If generation fails, the state of the cache is unknown.
+        # If generation fails, the cache must not be used again, because its state is unknown.
         self._cache = None
         stopping = None if stop is None else StoppingCriteriaList([lambda *_, **__: stop()])
         given: dict[str, Any] = {
@@ -191,16 +197,19 @@ class ChatSession:
         return pixel_values is not None and pixel_values.shape[1] > (0 if layout is None else layout.num_images)
 
     def _keep(self, cache: XAttnCache, ids: torch.Tensor) -> None:
-        """Keeps the cache for the next turn, if it holds these tokens, but the last one, which nothing has read."""
+        """Keeps the cache for the next turn, if it holds these tokens without the last one.
+
+        The model has not read the last token of an answer.
+        """
         if cache.broken is None and int(cache.get_seq_length()) == len(ids) - 1:
             self._cache, self._cached_ids = cache, ids[:-1]
 
     def _cache_for(self, input_ids: torch.Tensor) -> XAttnCache:
         """Returns the cache, cropped to the beginning that it shares with `input_ids`, or a new cache."""
-        cache = self._cache  # another thread may drop it meanwhile
+        cache = self._cache  # Another thread may drop `self._cache` in the meantime.
         if cache is not None:
             cached = len(self._cached_ids)
-            shared = _common_length(self._cached_ids, input_ids[:-1])  # `generate` needs one new token
+            shared = _common_length(self._cached_ids, input_ids[:-1])  # `generate` needs at least one new token.
             if shared == cached:
                 return cache
             if shared and cache.can_be_cropped:
@@ -208,13 +217,13 @@ class ChatSession:
                     cache.crop(shared - cached)
                     return cache
                 except (ValueError, RuntimeError):
-                    pass  # a sliding window has already dropped tokens that are needed now
+                    pass  # A sliding window has already dropped tokens that are needed now.
         text_config = self.model.config.get_text_config()
         return XAttnCache.adopt(EncoderDecoderCache(DynamicCache(config=text_config), DynamicCache()))
 
 
 def question(text: str, images: list[Image] | None) -> dict[str, Any]:
-    """A message of the user: a text, with images in front of it."""
+    """Returns a message of the user: the images, followed by the text."""
     if not images:
         return {"role": "user", "content": text}
     parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
@@ -222,8 +231,15 @@ def question(text: str, images: list[Image] | None) -> dict[str, Any]:
 
 
 def chat_inputs(model: Any, processor: Any, messages: list[Any], **variables: Any) -> tuple[dict[str, Any], float]:
-    """What the model reads of a chat, on its device, and how many tokens an answer may have: infinity if the model
-    does not say. `variables` are those of the chat template.
+    """Prepares the inputs of the model for a chat.
+
+    Args:
+        messages (`list[dict]`): the messages of the chat.
+        variables: variables of the chat template.
+
+    Returns:
+        The inputs on the device of the model, and the number of tokens that an answer may have. The number is infinity
+        if the model does not limit it.
     """
     made = processor.apply_chat_template(
         messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt", **variables
@@ -234,7 +250,7 @@ def chat_inputs(model: Any, processor: Any, messages: list[Any], **variables: An
 
 
 def _common_length(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Number of leading tokens that two texts share."""
+    """Returns the number of leading tokens that two texts share."""
     shorter = min(len(first), len(second))
     differing = (first[:shorter] != second[:shorter]).nonzero()
     return int(differing[0]) if len(differing) else shorter

@@ -1,7 +1,8 @@
-"""What `hf-xattn serve` and `hf-xattn web` refuse, and what clients hear of errors.
+"""Limits of requests to `hf-xattn serve` and `hf-xattn web`, and the error messages that clients get.
 
-Middleware refuses requests before an application reads them. Clients hear of their own errors in words, and of those of
-the server in a sentence: their words may name its files, so they go to its log alone.
+Middleware refuses requests before the application reads them. If a request is wrong, the client gets the message of
+the error. If the server fails, the client gets a fixed sentence, and the message only goes to the log, because it may
+name files of the server.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# A path of this machine in the words of an error, but not the path of an address.
+# Matches a file path in the message of an error, but not the path of a web address.
 PATH = re.compile(r"(?<![\w.:/])~?/[\w.-]+/[\w.-]|(?<!\w)[A-Za-z]:\\\w")
 FAILURE = "The server has failed at this request. Its log has the reason."
-LINGER = 5.0  # seconds that a refused client may go on sending
-BODY_SECONDS = 120.0  # for the whole body of a request
-# Nothing on a page comes from another host, and browsers keep it so. No page of another host shows it in a frame,
-# where a visitor would click without knowing, except those of Hugging Face Spaces.
+LINGER = 5.0  # seconds for which a refused client may continue to send
+BODY_SECONDS = 120.0  # seconds in which the whole body of a request must arrive
+# The content security policy of the page. Browsers load nothing for the page from other hosts. No page of another host
+# may show this page in a frame, because visitors could then be tricked into clicks. Hugging Face Spaces may.
 POLICY = (
     "default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data:; base-uri 'self'; form-action 'none'; "
     "object-src 'none'; frame-ancestors 'self' https://huggingface.co https://*.hf.space"
@@ -34,57 +35,76 @@ POLICY = (
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What requests to `hf-xattn serve` may take. The operator sets it."""
+    """Limits of the requests to `hf-xattn serve`, which the operator of the server sets.
 
-    max_image_bytes: int = 20 * 2**20  # of an image that a client sends or names
-    max_request_bytes: int | None = None  # of the body of a request. Default: `room_for_images`
-    max_images: int = 64  # of a request
-    max_pixels: int = 68 * 10**6  # of all images of a request, as they are or as the image processor resizes them
-    max_requests: int = 16  # that are read, wait or are answered at the same time
-    max_new_tokens: int = 4096  # of an answer
-    max_beams: int = 8  # of beam search; each takes the memory of an answer
-    fetch: bool = False  # whether images are fetched from the web addresses that clients name
-    private_addresses: bool = False  # whether also from this machine and from private networks
-    max_seconds: float = 30.0  # for all downloads of a request
+    Args:
+        max_image_bytes (`int`): bytes of an image that a client sends, or that is downloaded for it.
+        max_request_bytes (`int`, *optional*): bytes of the body of a request. Default: `room_for_images`.
+        max_images (`int`): images of a request.
+        max_pixels (`int`): pixels of all images of a request, before and after the image processor resizes them.
+        max_requests (`int`): requests that are read, wait or are answered at the same time.
+        max_new_tokens (`int`): tokens of an answer.
+        max_beams (`int`): beams of a beam search. Each beam takes the memory of an answer.
+        fetch (`bool`): whether images are downloaded from the web addresses that clients send.
+        private_addresses (`bool`): whether they are also downloaded from this machine and from private networks.
+        max_seconds (`float`): seconds for all downloads of a request.
+    """
+
+    max_image_bytes: int = 20 * 2**20
+    max_request_bytes: int | None = None
+    max_images: int = 64
+    max_pixels: int = 68 * 10**6
+    max_requests: int = 16
+    max_new_tokens: int = 4096
+    max_beams: int = 8
+    fetch: bool = False
+    private_addresses: bool = False
+    max_seconds: float = 30.0
 
     @property
     def room_for_images(self) -> int:
-        """The bytes of four images of the largest size in base64, and a mebibyte of text."""
+        """Bytes of four images of the largest size in base64, and one mebibyte of text."""
         return 4 * (self.max_image_bytes * 4 // 3) + 2**20
 
 
 class Refused(ValueError):
-    """What is wrong with a request, in words for its client."""
+    """The request is wrong or not supported. The message is written for the client."""
 
 
 def told(error: Exception) -> tuple[int, str]:
-    """The status and the words with which a client hears of an error. Errors of the server go to its log."""
+    """Returns the HTTP status and the message with which a client is told about an error.
+
+    Errors of the server are written to its log.
+    """
     if isinstance(error, Refused):
         return 400, str(error)
     words = f"{type(error).__name__}: {error}"
     if isinstance(error, (ValueError, TypeError, TemplateError)) and not PATH.search(words):
-        return 400, words  # they name the wrong argument
+        return 400, words  # Such errors name an argument of the request that is wrong.
     logger.error("A request has failed", exc_info=error)
     return 500, FAILURE
 
 
 def error_json(status: int, message: str) -> dict[str, Any]:
-    """An error in the form of the OpenAI API, so that clients find the message."""
+    """Returns an error in the form of the OpenAI API, so that clients find the message."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 class RequestLimits:
-    """ASGI middleware: refuses a request (429) while `most_requests` others are read, wait or are answered. Reads the
-    body of any other, and gives it to the application at once; refuses a too large one (413), and one that comes too
-    slowly (408).
+    """ASGI middleware that limits the number of requests and the size of their bodies.
 
-    What takes nothing passes: a request without a body, such as a probe of `/health`. The application itself has no
-    limit where the client does not say the length of the body (chunked encoding).
+    A request gets status 429 while `most_requests` others are read, wait or are answered. Otherwise this class reads
+    the whole body and passes it to the application at once. The application itself could not limit a body whose length
+    the client does not send (chunked encoding). A request gets status 413 if its body is too large, and 408 if its body
+    arrives too slowly. Requests without a body, such as a probe of `/health`, always pass.
 
     Args:
-        most (`int`): bytes that the body of a request may have.
-        remedy, remedy_for_many (`str`): what can be done. They follow the limits in the messages.
+        app: the ASGI application.
+        most (`int`): largest number of bytes of a body.
+        most_requests (`int`): largest number of requests at the same time.
+        remedy, remedy_for_many (`str`): what the client or the operator can do. The messages of 413 and 429 end with
+            these sentences.
     """
 
     def __init__(self, app: Any, most: int, most_requests: int, remedy: str, remedy_for_many: str = ""):
@@ -110,9 +130,9 @@ class RequestLimits:
             self.count -= 1
 
     async def _read(self, length: bytes, receive: Any, send: Any) -> list[dict[str, Any]] | None:
-        """Returns the body as one message; None if it was refused, or if the client has left."""
+        """Returns the body as one message. None if the request was refused, or if the client has left."""
         too_large = not length.isdigit() or len(length) > 18 or int(length) > self.most
-        body = bytearray()  # not a list: many parts of one byte would take forty times their size
+        body = bytearray()  # In a list, many parts of one byte would take forty times their size.
 
         async def read() -> bool:
             more = True
@@ -142,9 +162,10 @@ async def _first(given: list[dict[str, Any]], receive: Any) -> dict[str, Any]:
 
 
 async def _refuse(receive: Any, send: Any, status: int, message: str) -> None:
-    """Answers a request whose body nobody wants, and closes its connection.
+    """Answers a request with an error, without its body, and closes the connection.
 
-    Most clients read an answer only after they have sent everything, so the rest is read for a while, and dropped.
+    Most clients read an answer only after they have sent everything. So the rest of the body is read for a while, and
+    dropped.
     """
     content = json.dumps({**error_json(status, message), "detail": message}).encode()  # Gradio's page shows `detail`
     headers = [
@@ -165,7 +186,7 @@ async def _refuse(receive: Any, send: Any, status: int, message: str) -> None:
 
 
 class Policy:
-    """ASGI middleware: adds `POLICY` to all answers."""
+    """ASGI middleware that adds `POLICY` to all responses."""
 
     def __init__(self, app: Any):
         self.app = app

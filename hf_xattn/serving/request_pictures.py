@@ -1,12 +1,12 @@
-"""The pictures of a request to `hf-xattn serve`: opened by their headers, counted, and unpacked only then.
+"""Reads the images of a request to `hf-xattn serve`.
 
-A picture of a few bytes may have many pixels, and so may what the image processor makes of a narrow one. So the pixels
-of all pictures of a request are counted before any picture is unpacked.
+A file of a few bytes may decode to an image of many pixels. The image processor may also enlarge a narrow image to many
+pixels. So the headers of all images of a request are read and their pixels are counted, before any image is decoded.
 
-Web addresses are fetched only where the operator of the server allows it. An address may send bytes for ever, or lie in
-the network of the server. So a download has a largest size, and a request has a deadline. Where private addresses are
-refused, the host's name is resolved here, also of each redirect, and the connection goes to a checked address: the name
-may resolve to another one a moment later.
+Web addresses are only downloaded if the operator of the server allows it. An address may send bytes without end, so a
+download has a largest size, and a request has a deadline. An address may also be in the network of the server. If
+private addresses are not allowed, the host name of the address and of each redirect is resolved here. The connection
+then goes to the IP address that was checked, because the host name may resolve to another one a moment later.
 """
 
 from __future__ import annotations
@@ -23,16 +23,21 @@ from ..utils.tensor_checks import type_name
 from .request_limits import Refused, ServerLimits
 
 
-Pictures = list[tuple[str, dict[str, Any]]]  # the place of each in words, and the part that holds it, as `image`
+# For each image: its place in the request, in words, and the message part that holds it under `image`.
+Pictures = list[tuple[str, dict[str, Any]]]
 WEB, DATA = ("http://", "https://"), "data:image/"
 MOST_REDIRECTS = 5
 REDIRECTS = (301, 302, 303, 307, 308)
 
 
 async def open_pictures(pictures: Pictures, image_processor: Any, limits: ServerLimits) -> None:
-    """Puts images, without their pixels, in the place of addresses. Works in threads where other requests would wait.
+    """Replaces the address of each image by the opened image, whose pixels are not decoded yet.
 
-    Raises [`Refused`] for too many images or pixels, for an address that is not loaded, and for what is no image.
+    Files are opened in threads, so that other requests do not wait.
+
+    Raises:
+        Refused: for too many images or pixels, for an address that cannot be loaded, and for data that are not an
+            image.
     """
     if len(pictures) > limits.max_images:
         raise Refused(
@@ -43,31 +48,32 @@ async def open_pictures(pictures: Pictures, image_processor: Any, limits: Server
     until = time() + limits.max_seconds
     for place, part in pictures:
         source = await _content(place, part["image"], limits, until - time())
-        loaded += len(source) if isinstance(source, bytes) else 0  # a body was bounded before
+        loaded += len(source) if isinstance(source, bytes) else 0  # The body of the request was limited before.
         most = limits.max_request_bytes or limits.room_for_images
         if loaded > most:
             raise Refused(
-                f"Expected images of at most {most} bytes in all behind web addresses, got more up to {place}."
+                f"Expected the images behind the web addresses of a request to have at most {most} bytes in all, got "
+                f"more up to {place}. Send fewer or smaller images."
             )
         part["image"] = await asyncio.to_thread(_read, place, image_reading.open_image, source)
         width, height = part["image"].size
         pixels += max(width * height, resized_pixels(width, height, image_processor))
         if pixels > limits.max_pixels:
             raise Refused(
-                f"Expected the images of a request to have at most {limits.max_pixels} pixels in all, as they are and "
-                f"as the model reads them, got {pixels} up to {place}. Send fewer or smaller images, or raise the "
-                "limit of the server: `hf-xattn serve --max-request-megapixels`."
+                f"Expected the images of a request to have at most {limits.max_pixels} pixels in all, before and after "
+                f"the image processor resizes them, got {pixels} up to {place}. Send fewer or smaller images, or raise "
+                "the limit of the server: `hf-xattn serve --max-request-megapixels`."
             )
 
 
 def unpack_pictures(pictures: Pictures) -> None:
-    """Puts upright RGB images in the place of opened ones. Raises [`Refused`] for a broken one."""
+    """Decodes the opened images to upright RGB images, in place. Raises [`Refused`] for a broken image."""
     for place, part in pictures:
         part["image"] = _read(place, image_reading.read_image, part["image"])
 
 
 async def _content(place: str, url: Any, limits: ServerLimits, seconds: float) -> str | bytes:
-    """A data URL as it is, or what stands at a web address. Nothing else is read: not the files of this machine."""
+    """Returns a data URL unchanged, or the content of a web address. Anything else is refused, such as a file path."""
     known = (*WEB, DATA) if limits.fetch else (DATA,)
     if not isinstance(url, str) or not url.startswith(known):
         got = repr(url[:60]) if isinstance(url, str) else type_name(url)
@@ -98,7 +104,7 @@ async def download(url: str, limits: ServerLimits) -> bytes:
     from huggingface_hub.utils import httpx  # as transformers
 
     try:
-        # A proxy of the environment would resolve names itself, so it is used only where all addresses are allowed.
+        # A proxy of the environment would resolve host names itself, so it is only used if all addresses are allowed.
         async with httpx.AsyncClient(
             timeout=limits.max_seconds, trust_env=limits.private_addresses, headers={"Accept-Encoding": "identity"}
         ) as client:
@@ -118,7 +124,7 @@ async def download(url: str, limits: ServerLimits) -> bytes:
 
 async def _received(answer: Any, most: int) -> bytes:
     packed = answer.headers.get("content-encoding", "identity")
-    if packed.strip().lower() not in ("", "identity"):  # a few bytes may unpack to gigabytes
+    if packed.strip().lower() not in ("", "identity"):  # A few compressed bytes may unpack to gigabytes.
         raise ValueError(f"it is compressed as {packed[:40]!r}: expected no compression.")
     content = bytearray()
     async for part in answer.aiter_raw():
@@ -129,7 +135,10 @@ async def _received(answer: Any, most: int) -> bytes:
 
 
 async def pinned(url: str) -> tuple[str, dict[str, Any]]:
-    """The address with a public IP in place of the host's name, and what else the request needs."""
+    """Returns the address with a public IP in the place of the host name, and further arguments of the request.
+
+    Raises a `ValueError` for a host that is not found, and for one of this machine or of a private network.
+    """
     split = urlsplit(url)
     try:
         host, port = split.hostname or "", split.port
@@ -149,7 +158,7 @@ async def pinned(url: str) -> tuple[str, dict[str, Any]]:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public internet: not of this machine, a private network, or a group."""
+    """Whether an IP address belongs to the public internet, and not to this machine, a private network or a group."""
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
@@ -157,5 +166,5 @@ def is_public(address: str) -> bool:
             return is_public(str(inner))
         if ip in ipaddress.ip_network("64:ff9b::/96"):  # translated to IPv4 by the network
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
-    is_local = isinstance(ip, ipaddress.IPv6Address) and ip.is_site_local  # `is_global` says yes to it
+    is_local = isinstance(ip, ipaddress.IPv6Address) and ip.is_site_local  # `is_global` is True for such addresses.
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or is_local)

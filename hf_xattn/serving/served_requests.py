@@ -1,7 +1,8 @@
-"""What a request to `hf-xattn serve` asks for. A field that the server does not obey is refused.
+"""Reads a request to `hf-xattn serve`. A field that the server does not support is refused and not ignored.
 
-Nothing of a request reaches the processor or `generate` but what is read here: the processor opens paths, and
-`generate` would take a thousand beams, another cache, or a file of the server as an assistant model.
+Only the values that are read here reach the processor and `generate`. Without this, a client could make the processor
+open file paths, or make `generate` run a thousand beams, use another cache, or load a file of the server as an
+assistant model.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from ..utils.tensor_checks import type_name
 from .request_limits import Refused, ServerLimits
 
 
-MOST_STOPS, LONGEST_STOP = 16, 256  # strings, and characters of each
+MOST_STOPS, LONGEST_STOP = 16, 256  # number of stop strings, and characters of each of them
 MOST_BIASES = 300
-DEFAULT_LENGTH = 1024  # tokens of an answer, if neither the request nor the model says more
+DEFAULT_LENGTH = 1024  # tokens of an answer, unless the request sets a number or the model has a larger one
 ROLES = ("system", "developer", "user", "assistant")
-# Fields that change no answer, wherever they stand.
+# Fields that change no answer. They are accepted and have no effect.
 WITHOUT_EFFECT = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user"}
-# Fields that are not obeyed, with the values that ask for nothing.
+# Fields that are not supported, with the values that are accepted because they ask for nothing.
 NOT_OBEYED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "function_call": ("auto", "none"),
@@ -41,22 +42,22 @@ NOT_OBEYED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-# Fields of a `GenerationConfig` that say how tokens are drawn.
+# Fields of a `GenerationConfig` that say how tokens are sampled.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-# Of these, some of transformers' processors of logits refuse the integer 1 where they want 1.0.
+# Fields that are converted to float, because some logits processors of transformers refuse the integer 1 for 1.0.
 FLOATS = (*(field for field in SAMPLING if field != "top_k"), "repetition_penalty", "length_penalty")
-# What the server itself gives a template, and what a processor would read pictures from.
+# Names that cannot be variables of the template: the server sets them, or a processor would read images from them.
 NO_VARIABLES = set("messages tools add_generation_prompt chat_template processor_kwargs images videos audio".split())
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, as the model answers it."""
+    """A request that was checked and can be answered."""
 
     messages: list[dict[str, Any]]
-    images: list[tuple[str, dict[str, Any]]]  # the place of each in words, and its part of `messages`
-    variables: dict[str, Any]  # of the chat template
-    options: dict[str, Any]  # of `generate`
+    images: list[tuple[str, dict[str, Any]]]  # for each image: its place in words, and its part of `messages`
+    variables: dict[str, Any]  # variables of the chat template
+    options: dict[str, Any]  # keyword arguments of `generate`
     stops: list[str]
     seed: int | None
     stream: bool
@@ -64,7 +65,11 @@ class Asked:
 
 
 def read_request(body: dict[str, Any], name: str, model: Any, processor: Any, limits: ServerLimits) -> Asked:
-    """Reads the body of a request to the model `name`. Raises [`Refused`] for what is not obeyed or out of bounds."""
+    """Reads the body of a request to the model `name`.
+
+    Raises:
+        Refused: for a field that is not supported, and for a value that is out of bounds.
+    """
     body = {field: value for field, value in body.items() if value is not None}
     if body.get("model", name) != name:
         raise Refused(f"Expected `model` to be {name!r}, got {short(body['model'])}.")
@@ -72,7 +77,7 @@ def read_request(body: dict[str, Any], name: str, model: Any, processor: Any, li
     for field, value in body.items():
         if field in NOT_OBEYED and value not in NOT_OBEYED[field]:
             raise Refused(
-                f"Expected `{field}` to be {NOT_OBEYED[field][0]!r}, as nothing else is obeyed, got {value!r:.80}."
+                f"Expected `{field}` to be {NOT_OBEYED[field][0]!r}, because nothing else is obeyed, got {value!r:.80}."
             )
         if field not in fields and field not in NOT_OBEYED and field not in WITHOUT_EFFECT:
             raise Refused(f"Expected fields among {', '.join(fields)}, got `{field:.80}`, which is not obeyed.")
@@ -94,9 +99,10 @@ def read_request(body: dict[str, Any], name: str, model: Any, processor: Any, li
 
 
 def _read_messages(messages: Any, with_parts: bool) -> tuple[list[dict[str, Any]], list[tuple[str, dict[str, Any]]]]:
-    """Makes new messages of those of a request: texts, and image parts whose `image` is an address.
+    """Builds the messages for the processor from those of a request.
 
-    Without `with_parts`, a list of texts becomes one text, for the template of a tokenizer.
+    Their content is a text, or a list of text parts and of image parts whose `image` is an address. Without
+    `with_parts`, a list of text parts becomes one text, because the chat template of a tokenizer expects this.
     """
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         got = "an empty list" if messages == [] else type_name(messages)
@@ -114,7 +120,7 @@ def _read_messages(messages: Any, with_parts: bool) -> tuple[list[dict[str, Any]
         ]:
             raise Refused(
                 f"Expected `role`, `content` and perhaps `name`, a text, in message {index}, got {unknown}, which this "
-                "server does not read. Images are parts of the `content`: `image_url`."
+                "server does not read. Send images as parts of the `content` with the type `image_url`."
             )
         if isinstance(content, list):
             placed = [(f"part {number} of message {index}", part) for number, part in enumerate(content)]
@@ -153,7 +159,7 @@ def _read_part(part: Any, place: str) -> dict[str, Any]:
 
 
 def _check_keys(part: dict[str, Any], known: set[str], place: str) -> None:
-    """Refuses what would have no effect, such as a second picture in a part."""
+    """Refuses keys that would have no effect, such as a second image in a part."""
     given = {key for key, value in part.items() if value is not None}
     if unknown := sorted(given - known - {"type", *HINTS}):
         got = ", ".join(map(short, unknown))
@@ -161,7 +167,10 @@ def _check_keys(part: dict[str, Any], known: set[str], place: str) -> None:
 
 
 def _variables(given: dict[str, Any], processor: Any) -> dict[str, Any]:
-    """The variables of a chat template. Anything else would reach the processor: images by path, sizes, a template."""
+    """Checks that all names are variables of the chat template.
+
+    Other names would reach the processor, which would open images by their path, or use another size or template.
+    """
     template = getattr(processor, "chat_template", None)
     known = template_variables(*(template.values() if isinstance(template, dict) else [template])) - NO_VARIABLES
     if unknown := sorted(given.keys() - known):
@@ -172,7 +181,7 @@ def _variables(given: dict[str, Any], processor: Any) -> dict[str, Any]:
 
 
 def _options(body: dict[str, Any], limits: ServerLimits, own: Any) -> tuple[dict[str, Any], list[str]]:
-    """The options of `generate`, and the stop strings. `own`: the `GenerationConfig` of the model."""
+    """Returns the options of `generate`, and the stop strings. `own` is the `GenerationConfig` of the model."""
     options = _given_config(body.get("generation_config", {}), limits, own.to_dict())
     stops = [*_texts(options.pop("stop_strings", [])), *_texts(body.get("stop", []))]
     greedy = options.get("do_sample") is False
@@ -182,7 +191,7 @@ def _options(body: dict[str, Any], limits: ServerLimits, own: Any) -> tuple[dict
     options |= drawn
     if greedy or options.get("temperature") == 0:
         options = {field: value for field, value in options.items() if field not in SAMPLING} | {"do_sample": False}
-    elif not options.keys().isdisjoint(SAMPLING):  # also of a model that takes the likeliest token by itself
+    elif not options.keys().isdisjoint(SAMPLING):  # Such an option also turns on sampling for a model that is greedy.
         options["do_sample"] = True
     options |= {field: float(options[field]) for field in FLOATS if field in options}
     if body.get("logit_bias"):
@@ -197,8 +206,10 @@ def _options(body: dict[str, Any], limits: ServerLimits, own: Any) -> tuple[dict
 
 
 def _given_config(text: Any, limits: ServerLimits, own: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `generation_config`: an object, or its JSON as transformers' clients send it. A field that is not
-    known may have the value that the model has anyway.
+    """Returns the fields of `generation_config` that are obeyed.
+
+    `text` is an object, or its JSON text, which transformers' clients send. Any other field is accepted only with the
+    value that it has in the model's own configuration, because such a field changes nothing.
     """
     try:
         given = json.loads(text) if isinstance(text, str) else text
@@ -222,7 +233,7 @@ def _texts(value: str | list[str]) -> list[str]:
 
 
 def _no_tiny_number(temperature: float) -> float:
-    """A tiny number makes logits that are infinite."""
+    """Refuses tiny temperatures, because the logits over such a number are infinite."""
     if 0 < temperature < 0.001:
         raise ValueError("expected 0, or a number from 0.001")
     return temperature
@@ -242,7 +253,7 @@ Stops: Any = StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)]
 
 
 def _body_fields(limits: ServerLimits, vocab_size: int) -> dict[str, Any]:
-    """The fields of a request that are obeyed, and their types."""
+    """Returns the fields of a request that are obeyed, and their types."""
     tokens = _whole(1, limits.max_new_tokens)
 
     def known(token: str) -> str:
@@ -253,7 +264,7 @@ def _body_fields(limits: ServerLimits, vocab_size: int) -> dict[str, Any]:
     token_id: Any = Annotated[str, Field(pattern="^[0-9]{1,20}$"), AfterValidator(known)]
     bias: Any = _number(-100, 100)
     return {
-        "model": Any,  # some fields are checked where they are read
+        "model": Any,  # A field of type `Any` is checked where it is read.
         "messages": Any,
         "max_tokens": tokens,
         "max_completion_tokens": tokens,
@@ -263,16 +274,15 @@ def _body_fields(limits: ServerLimits, vocab_size: int) -> dict[str, Any]:
         "stop": Stops,
         "logit_bias": Annotated[dict[token_id, bias], Field(max_length=MOST_BIASES)],
         "stream": bool,
-        "stream_options": dict[
-            Literal["include_usage", "include_obfuscation"], bool | None
-        ],  # the latter fills chunks up
+        # `include_obfuscation` only makes all chunks equally long, so it has no effect here.
+        "stream_options": dict[Literal["include_usage", "include_obfuscation"], bool | None],
         "chat_template_kwargs": dict[str, Any],
         "generation_config": Any,
     }
 
 
 def _config_fields(limits: ServerLimits) -> dict[str, Any]:
-    """The fields of `generation_config` that are obeyed, and their types."""
+    """Returns the fields of `generation_config` that are obeyed, and their types."""
     share = _number(0, 1)
     return {
         "max_new_tokens": _whole(1, limits.max_new_tokens),

@@ -1,7 +1,8 @@
 """An HTTP server for one model, with the API of OpenAI: `/v1/chat/completions`, `/v1/models` and `/health`.
 
-A request is read whole or refused (400): see `served_requests.py`. Its images are opened by their headers, counted, and
-unpacked in a thread. A request that is too large is refused (413), and one above the number that wait (429).
+`served_requests.py` reads a request. In contrast to other servers, no field is ignored: a request with a field that is
+not supported gets status 400. The headers of the images are read first, and their pixels are counted, before a thread
+decodes them. A request that is too large gets status 413. A request gets status 429 if too many others wait.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ def build_app(
     """Builds a server for a loaded model.
 
     Args:
-        name (`str`): of the model, for clients.
+        name (`str`): name of the model, which clients use.
+        model ([`XAttnForConditionalGeneration`]): the model.
         processor: an [`XAttnProcessor`], or a tokenizer for a model without images.
-        limits ([`ServerLimits`], *optional*): of what requests may take.
+        limits ([`ServerLimits`], *optional*): limits of the requests.
+
+    Returns:
+        `fastapi.FastAPI`: an ASGI application.
     """
     limits = limits or ServerLimits()
     answering, created = Answering(model, processor), int(time.time())
@@ -75,9 +80,9 @@ def build_app(
                         return JSONResponse(_completion(piece, name))
         except Exception as error:
             raise HTTPException(*told(error)) from error
-        return Response(status_code=499)  # to nobody
+        return Response(status_code=499)  # The client has left, so nobody reads this response.
 
-    @app.exception_handler(HTTPException)  # also of the router, for an unknown address
+    @app.exception_handler(HTTPException)  # The router also raises it, for an unknown address.
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse(error_json(error.status_code, str(error.detail)), error.status_code, error.headers)
 
@@ -105,7 +110,7 @@ def _completion(answer: Answer, name: str) -> dict[str, Any]:
 
 
 async def _events(pieces: AsyncGenerator[str | Answer, None], asked: Asked, name: str) -> AsyncIterator[str]:
-    """The events of a stream. Its usage is a chunk of its own, and `[DONE]` its end."""
+    """Yields the events of a stream. The usage comes in a chunk of its own. `[DONE]` ends the stream."""
     head = _head("chat.completion.chunk", name)
 
     def event(delta: dict[str, Any], reason: str | None = None) -> str:
@@ -129,7 +134,9 @@ async def _events(pieces: AsyncGenerator[str | Answer, None], asked: Asked, name
 
 
 class Server(uvicorn.Server):
-    """Calls `ready` when it accepts requests. At Ctrl-C, running requests have five seconds to finish."""
+    """A `uvicorn.Server` that calls `ready` when it accepts requests. After Ctrl-C, running requests have five seconds
+    to finish.
+    """
 
     def __init__(self, app: FastAPI, ready: Callable[[], None], log_level: str = "info") -> None:
         super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=5))

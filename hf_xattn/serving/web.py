@@ -1,8 +1,8 @@
-"""A page to play with a model: draw or drop pictures, ask, and see where the model looked. Needs the extra `web`
-(Gradio).
+"""A web page to try a model: draw or drop images, ask about them, and see where the model looked.
 
-`hf-xattn web DIR` serves it. [`build_page`] makes the same page for a loaded model, for example in a Hugging Face
-Space. All components are Gradio's. Events that need the model go through its queue.
+The page needs the extra `web` (Gradio). `hf-xattn web DIR` serves it. [`build_page`] builds the same page for a loaded
+model, for example in a Hugging Face Space. All components are Gradio's. Events that need the model go through Gradio's
+queue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .request_limits import Policy, RequestLimits
 from .web_visitors import MAX_BYTES, MAX_PICTURES, Drawing, Visitor, Visitors, drawing_for, read_picture
 
 
-os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # no reports to Gradio's makers
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # Without this, Gradio reports its use to its makers.
 
 import gradio as gr
 
@@ -31,11 +31,11 @@ import gradio as gr
 if TYPE_CHECKING:
     from ..modeling_xattn import XAttnForConditionalGeneration
 
-MAX_REQUEST = MAX_BYTES + 2**16  # bytes: a picture, and what is around it
-MAX_REQUESTS = 64  # whose bodies are in memory at the same time
-MAX_QUEUE = 32  # questions and looks that wait for the model
-KEPT_SECONDS = 3600  # that Gradio keeps the file of a picture
-THUMBNAIL = 240  # pixels
+MAX_REQUEST = MAX_BYTES + 2**16  # bytes of a request: an image and the rest of the request
+MAX_REQUESTS = 64  # requests whose bodies are in memory at the same time
+MAX_QUEUE = 32  # questions and attention maps that wait for the model
+KEPT_SECONDS = 3600  # seconds for which Gradio keeps the file of an image
+THUMBNAIL = 240  # pixels of the longer side of an image in the chat
 CHOSEN = "chosen"  # label of the word that was clicked
 IN_TURN: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
 AT_ONCE: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
@@ -54,26 +54,27 @@ def build_page(
     paper: str | None = None,
     generate_kwargs: dict[str, Any] | None = None,
 ) -> gr.Blocks:
-    """Builds a page on which visitors draw or drop pictures, ask, and see where the model looked.
+    """Builds a page on which visitors draw or drop images, ask about them, and see where the model looked.
 
-    Every visitor has a conversation of its own. The model answers one question after another. Call
-    `model.enable_image_store()` first: then a picture is encoded once, whoever asks about it.
+    Every visitor has a conversation of their own. The model answers one question after another. Call
+    `model.enable_image_store()` first, so that an image is encoded only once, for all questions about it.
 
     Args:
-        processor: the model's processor; or its tokenizer, for a page without pictures.
-        title (`str`): the heading of the page, in Markdown.
-        questions (`list[str]`, *optional*): questions that visitors can choose with one click. By default those in the
-            card of the model's folder (`widget`), if there are any.
+        model ([`XAttnForConditionalGeneration`]): the model.
+        processor: the model's processor, or its tokenizer for a page without images.
+        title (`str`): heading of the page, in Markdown.
+        questions (`list[str]`, *optional*): questions that visitors can ask with one click. By default those in the
+            model card of the model's folder (`widget`), if there are any.
         system (`str`, *optional*): a system message.
         canvas (`tuple[int, int]`, *optional*): width and height of the canvas for drawings. By default the size of the
-            pictures that the image processor makes, times a whole number.
-        ink, paper (`str`, *optional*): colours of the canvas: names as in CSS, or `#rrggbb`. By default
-            white on black if the model reads less than 64 pixels on a side, else black on white. Take those of the
-            pictures that the model was trained on.
+            images that the image processor returns, times a whole number.
+        ink, paper (`str`, *optional*): colours of the lines and of the canvas: names as in CSS, or `#rrggbb`. By
+            default white on black if the model reads images of less than 64 pixels on a side, otherwise black on
+            white. Choose the colours of the images that the model was trained on.
         generate_kwargs (`dict`, *optional*): arguments of `generate`. By default at most 256 new tokens.
 
     Returns:
-        `gradio.Blocks`: call its `launch`, which has the limits of the page as defaults of its arguments.
+        `gradio.Blocks`: call its `launch`. The limits of the page are default arguments of this `launch`.
 
     Raises:
         ValueError: for a model whose chat template cannot render a question.
@@ -92,7 +93,7 @@ def build_page(
 
 
 def _closed() -> dict[str, Any]:
-    """Arguments of `launch` that leave open only what the page needs."""
+    """Returns arguments of `launch` that turn off everything that the page does not need."""
     limits: dict[str, Any] = {"most": MAX_REQUEST, "most_requests": MAX_REQUESTS, "remedy": "Send a smaller picture."}
     middleware = [Middleware(Policy), Middleware(RequestLimits, **limits)]
     without = {"docs_url": None, "redoc_url": None, "openapi_url": None}
@@ -107,9 +108,9 @@ def _closed() -> dict[str, Any]:
 
 
 class Layout:
-    """Lays the components into the Blocks that are open, and connects them with the visitors' conversations.
+    """Adds the components of the page to the open `gradio.Blocks`, and connects them with the visitors' conversations.
 
-    No input but the box and the canvas holds files: Gradio checks that these are a visitor's own uploads.
+    Only the text box and the canvas accept files. Gradio checks that these files are the visitor's own uploads.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Layout:
         layer.input(self.look, layer, look, **turn)
 
     def ask(self, message: dict, drawn: dict | None, begun: bool, request: gr.Request) -> Iterator[dict]:
-        """Asks about the files of the message and the drawing, and shows the answer so far."""
+        """Asks about the files of the message and the drawing, and shows the answer while it is generated."""
         before: dict = {}
         try:
             text, pictures = message["text"].strip(), self._pictures(message, drawn)
@@ -173,7 +174,7 @@ class Layout:
             for piece in visitor.ask(text, pictures):
                 said += piece
                 yield {self.chat: [*now, {"role": "assistant", "content": said}]}
-        except Exception as error:  # the question and its pictures stay where they were
+        except Exception as error:  # The question and its images return to the text box.
             yield {**before, self.box: gr.MultimodalTextbox(message, **READY)}
             raise _told(error) from error
         answers = visitor.session.answers
@@ -195,7 +196,7 @@ class Layout:
         return [read_picture(file) for file in files]
 
     def _cleared(self, chat: list, words: list) -> dict:
-        """What the page shows after an answer, and in a new chat."""
+        """Returns what the page shows after an answer, and in a new chat."""
         blank = self.drawing and self.drawing.blank
         return {self.chat: chat, self.canvas: blank, self.words: words, self.looked: None, self.begun: bool(chat)}
 
@@ -222,7 +223,7 @@ class Layout:
         return self.look(layer, request)
 
     def look(self, layer: Any, request: gr.Request) -> tuple:
-        """Shows the pictures under the heat of the chosen word."""
+        """Shows the images with the attention of the chosen word laid over them."""
         with _telling():
             visitor = self.visitors.find(request.session_hash)
             if visitor.chosen[1] is None:
@@ -240,7 +241,7 @@ def _telling() -> Iterator[None]:
 
 
 def _told(error: Exception) -> Exception:
-    """What the visitor reads. Gradio logs an error that nobody expected."""
+    """Returns the error that the visitor reads. Gradio logs all errors but `ValueError`."""
     if isinstance(error, ValueError):
         return gr.Error(str(error), print_exception=False)
     return gr.Error("Something went wrong on the server, which logged it. Try again.")
@@ -258,7 +259,7 @@ def _canvas(drawing: Drawing | None) -> gr.ImageEditor:
         sources=["upload", "clipboard"],
         transforms=["crop"],
         layers=False,
-        brush=gr.Brush(round(drawing.pen / 2), [drawing.ink], drawing.ink),  # the radius
+        brush=gr.Brush(round(drawing.pen / 2), [drawing.ink], drawing.ink),  # Gradio expects the radius of the pen.
         canvas_size=drawing.blank.size,
         label=f"Draw here (read as {drawing.reads[0]} × {drawing.reads[1]} pixels)",
         buttons=[],
@@ -266,7 +267,10 @@ def _canvas(drawing: Drawing | None) -> gr.ImageEditor:
 
 
 def _question(text: str, pictures: list[Image.Image]) -> list[dict[str, str]]:
-    """A question and its pictures as messages of the chat. The pictures are data URLs: no file of them is written."""
+    """Returns a question and its images as messages of the chat.
+
+    The images are data URLs, so that no file is written for them.
+    """
     shown = []
     for number, picture in enumerate(pictures):
         small = picture.copy()
@@ -278,7 +282,9 @@ def _question(text: str, pictures: list[Image.Image]) -> list[dict[str, str]]:
 
 
 def _words(visitor: Visitor) -> list[tuple[str, str | None]]:
-    """The words of the chosen answer, each with what follows it; none if the answer saw no picture."""
+    """Returns the words of the chosen answer, each with the white space after it. The list is empty for an answer
+    without images.
+    """
     answer, chosen = visitor.session.answers[visitor.chosen[0]], visitor.chosen[1]
     words = answer.words(visitor.session.tokenizer) if answer.num_images else []
     ends = [*(word.start for word in words[1:]), len(answer.text)]

@@ -1,4 +1,7 @@
-"""What visitors of a page draw and ask, and where the model looked: attention weights, not explanations."""
+"""The visitors of the web page: their drawings, their conversations, and where the model looked.
+
+The page shows attention weights, which say where the model has looked. They do not explain an answer.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +25,35 @@ if TYPE_CHECKING:
 
 MAX_VISITORS = 256  # conversations that are kept
 MAX_CACHES = 8  # conversations whose cache of the text is kept
-MAX_PICTURES = 8  # of one message
-MAX_BYTES = 20 * 2**20  # of a picture's file
-MAX_PIXELS = 64 * 2**20  # a small file may unpack to gigabytes
-MAX_KEPT = 2**30  # bytes of all pictures that are kept, for all visitors
-MAX_SIDE = 2048  # larger pictures are scaled down: no model reads more, and they are kept while the conversation lasts
+MAX_PICTURES = 8  # images of one message
+MAX_BYTES = 20 * 2**20  # bytes of an image file
+MAX_PIXELS = 64 * 2**20  # pixels of an image. A small file may unpack to gigabytes.
+MAX_KEPT = 2**30  # bytes of all images that are kept, for all visitors
+MAX_SIDE = 2048  # Larger images are scaled down. No model reads more, and they are kept during the conversation.
 
-# The image processor scales a drawing down. So the canvas has the picture's ratio of width to height, a whole number of
-# pixels for each of the picture, and a pen about 1.5 of these wide: thinner lines fade, thicker ones close the loops of
-# small digits.
-CANVAS_SIDE = 720  # pixels of the longer side, at least half of it
-SMALL = 64  # pictures of fewer pixels on the shorter side are drawn white on black, like the usual data sets of digits
+# The image processor scales a drawing down to the image that the model reads. So the canvas has the same ratio of width
+# to height, and a whole number of pixels for each pixel of that image. The pen is about 1.5 pixels of that image wide:
+# thinner lines fade, and thicker lines close the loops of small digits.
+CANVAS_SIDE = 720  # The longer side of the canvas has about this number of pixels, and at least half of it.
+SMALL = 64  # If the shorter side has fewer pixels, lines are white on black, as in the usual data sets of digits.
 
 
 class Drawing(NamedTuple):
-    """How visitors draw."""
+    """The canvas on which visitors draw."""
 
-    blank: Image.Image
+    blank: Image.Image  # the empty canvas
     ink: str  # colour of lines, as in CSS
     pen: float  # width of lines in pixels
-    reads: tuple[int, int]  # width and height of the picture that the model reads
+    reads: tuple[int, int]  # width and height of the image that the model reads
 
 
 def drawing_for(
     image_processor: Any, canvas: tuple[int, int] | None = None, ink: str | None = None, paper: str | None = None
 ) -> Drawing:
-    """Chooses a canvas. Arguments as in [`build_page`]. The image processor tells what the model reads of a square."""
+    """Chooses a canvas. The arguments are those of [`build_page`].
+
+    The image processor gets a square image. The shape of its result is the shape of the canvas.
+    """
     made = image_processor(Image.new("RGB", (CANVAS_SIDE, CANVAS_SIDE)), return_tensors="pt")
     height, width = made["pixel_values"].shape[-2:]
     scale = max(1, round((canvas[0] / width) if canvas is not None else (CANVAS_SIDE / max(height, width))))
@@ -58,10 +64,15 @@ def drawing_for(
 
 
 def read_picture(given: str | Image.Image) -> Image.Image:
-    """Reads the file or the drawing of a visitor. Raises a `ValueError` for anything else, or for a too large one."""
+    """Reads the file or the drawing of a visitor.
+
+    Raises:
+        ValueError: for a file that is not an image, and for an image that is too large.
+    """
     name = Path(given).name if isinstance(given, str) else "The drawing"
     try:
-        opened = open_image(Path(given), name) if isinstance(given, str) else given  # a file, never an address
+        # A `Path` is always read as a file, and never as a web address.
+        opened = open_image(Path(given), name) if isinstance(given, str) else given
         if opened.width * opened.height > MAX_PIXELS:
             raise ValueError(f"Expected at most {MAX_PIXELS} pixels, got {opened.width} x {opened.height}.")
         picture = read_image(opened, name)
@@ -78,20 +89,21 @@ class Visitor:
 
     Attributes:
         session ([`ChatSession`]): the conversation.
-        shown (`list[dict]`): its messages, as the page shows them.
-        chosen (`tuple[int, int | None]`): index of the answer whose words are shown, and of the word that was clicked.
+        shown (`list[dict]`): the messages of the conversation, as the page shows them.
+        chosen (`tuple[int, int | None]`): index of the answer whose words are shown, and index of the word that was
+            clicked.
     """
 
     def __init__(self, session: ChatSession):
         self.session = session
         self.shown: list[dict[str, str]] = []
         self.chosen: tuple[int, int | None] = (0, None)
-        self._maps: tuple[Answer, AttentionMaps] | None = None  # of the answer that was looked at last
+        self._maps: tuple[Answer, AttentionMaps] | None = None  # The maps of the answer that was chosen last.
         self._stop = threading.Event()
 
     @property
     def kept(self) -> int:
-        """Bytes of the pictures in the conversation."""
+        """Bytes of the images in the conversation."""
         contents = [message["content"] for message in self.session.messages if isinstance(message["content"], list)]
         return _bytes_of([part["image"] for content in contents for part in content if part["type"] == "image"])
 
@@ -105,7 +117,7 @@ class Visitor:
         self._stop.set()
 
     def look(self, layer: int | str = "mean") -> list[tuple[Image.Image, float]]:
-        """Where the model looked when it generated the chosen word, as [`looks`]."""
+        """Returns where the model looked when it generated the chosen word, like [`looks`]."""
         answer, word = self.session.answers[self.chosen[0]], self.chosen[1]
         words = answer.words(self.session.tokenizer)
         if not isinstance(word, int) or not 0 <= word < len(words):
@@ -115,7 +127,7 @@ class Visitor:
         return looks(self._maps[1], words[word].tokens, layer)
 
     def drop_caches(self) -> None:
-        """Frees memory. What was in it is computed again where it is needed."""
+        """Frees the memory of the cache and of the attention maps. They are computed again when they are needed."""
         self.session.drop_cache()
         self._maps = None
 
@@ -125,7 +137,10 @@ def _bytes_of(pictures: list[Image.Image]) -> int:
 
 
 class Visitors:
-    """All visitors of a page. Those who asked longest ago are forgotten first. Arguments as in [`ChatSession`]."""
+    """All visitors of a page. If there are too many, those who have not asked for the longest time are dropped first.
+
+    The arguments are those of [`ChatSession`].
+    """
 
     def __init__(self, model: XAttnForConditionalGeneration, processor: Any, system: str | None = None, **options: Any):
         self._arguments = (model, processor, system)
@@ -135,26 +150,33 @@ class Visitors:
         check_template(processor)
 
     def find(self, name: str) -> Visitor:
-        """Returns the visitor of a name. Raises a `ValueError` for one that is not known, or no longer."""
+        """Returns the visitor with this name. Raises a `ValueError` if there is no such visitor, or no longer."""
         visitor = self._visitors.get(name)
         if visitor is None:
             raise ValueError("This conversation is no longer kept. Begin a new one.")
         return visitor
 
     def forget(self, name: str) -> None:
-        """Ends the answer and the conversation of a visitor, if there is one."""
+        """Stops the answer of a visitor and drops the conversation, if there is one."""
         with self._lock:
             visitor = self._visitors.pop(name, None)
         if visitor is not None:
             visitor.stop()
 
     def enter(self, name: str, begun: bool, text: str, pictures: list[Image.Image]) -> Visitor:
-        """Returns the visitor who asks next, and forgets others until there is room for the pictures.
+        """Returns the visitor who asks next. Drops other visitors until there is memory for the images.
 
-        Only one visitor may ask at a time. A conversation begins here, unless it has `begun`.
+        Only one visitor may ask at a time.
+
+        Args:
+            name (`str`): name of the visitor.
+            begun (`bool`): whether the conversation has begun already. If not, it begins here.
+            text (`str`): the question.
+            pictures (`list[PIL.Image.Image]`): images of the question.
 
         Raises:
-            ValueError: as [`find`]; without a question; for too many pictures in a message or in one conversation.
+            ValueError: if the conversation is no longer kept, if there is no question, or if there are too many images
+                in the message or in the conversation.
         """
         if not text:
             raise ValueError("Write a question first.")

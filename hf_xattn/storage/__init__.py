@@ -1,4 +1,5 @@
-"""Encoded images that outlive a call: an extra, which stores them by their content, in files and in int8.
+"""Storage of encoded images beyond one call: by their content in memory, in files, and in int8.
 
-The core (`images_xattn.py`) works without it, and asks it for images by `XAttnImagesMixin.find_source`.
+This subpackage is optional. The core (`images_xattn.py`) works without it, and asks it for stored images through
+`XAttnImagesMixin.find_source`.
 """

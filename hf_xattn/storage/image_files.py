@@ -1,6 +1,6 @@
-"""Encoded images of several calls in one batch, and in files: an extra.
+"""Combines encoded images of several calls into one batch, and saves them to files.
 
-Keys and values of another model, or of this model before further training, would be noise, so they are refused.
+Keys and values of another model, or of this model before further training, would be noise. They are refused.
 """
 
 from __future__ import annotations
@@ -30,19 +30,25 @@ from .int8_states import INT8, Int8States
 
 
 FORMAT = "hf_xattn image cache 4"
-FORMATS = ("hf_xattn image cache 3", FORMAT)  # the first one held floats alone, and did not say so
+FORMATS = ("hf_xattn image cache 3", FORMAT)  # Files of format 3 only hold floats, and have no `cache_dtype`.
 FLOATS = ("F64", "F32", "F16", "BF16")
-KEYS_VALUES = ("keys", "key_scales", "values", "value_scales")  # of a layer; the scales in int8 alone
+KEYS_VALUES = ("keys", "key_scales", "values", "value_scales")  # Tensors of a layer. Only int8 has scales.
 KINDS_OF_DIGESTS = ("pixel_values", "vision_features", "cross_attention_states")
 
 
 def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
     """Combines image caches of several calls into one batch. Rows with fewer images are padded and masked.
 
+    Args:
+        caches (`list` of [`ImageCache`]): caches of the same model, weights and `cache_dtype`.
+
+    Returns:
+        [`ImageCache`]: the image rows of all caches, in order.
+
     Raises:
         TypeError: if `caches` is not a list of caches.
-        ValueError: if the list is empty, a cache holds no images, or the caches come from different models or differ
-            in `cache_dtype`.
+        ValueError: if the list is empty, if a cache holds no images, or if the caches come from different models,
+            differ in `cache_dtype`, or hold images with different numbers of tokens.
 
     Example:
 
@@ -98,30 +104,32 @@ def _check_model(model: Any) -> None:
     heads, held = model.config.cross_attention_config.num_key_value_heads, model.blocks[0].attn.num_key_value_heads
     if held != heads:
         raise ValueError(
-            f"Expected `model` to hold all {heads} K/V heads, got {held}: it is split over ranks (tensor parallelism), "
-            "and a file of a rank's heads fits no other number of ranks. Save and load image caches with a model that "
-            "is not split."
+            f"Expected `model` to hold all {heads} K/V heads, got {held}: the model is split over ranks (tensor "
+            "parallelism), and a file with the heads of one rank would fit no other number of ranks. Save and load "
+            "image caches with a model that is not split."
         )
     if is_split(model.blocks[0].attn.k_proj.weight):
         raise ValueError(
-            "Expected `model` to hold its whole weights, got weights that are sharded over ranks (FSDP), so it cannot "
-            "be told which weights a file belongs to. Save and load image caches with a model that is not sharded."
+            "Expected `model` to hold its whole weights, got weights that are sharded over ranks (FSDP). The file "
+            "must record to which weights it belongs, and a rank does not have all of them. Save and load image "
+            "caches with a model that is not sharded."
         )
 
 
 def save_image_cache(cache: XAttnCache, path: str | Path, model: Any) -> None:
-    """Writes encoded images to a safetensors file, whole or not at all.
+    """Writes encoded images to a safetensors file. The file is written completely or not at all.
 
     Args:
-        cache ([`ImageCache`]): from `encode_images`.
+        cache ([`ImageCache`]): encoded images, from `encode_images`.
         path (`str` or `Path`): the file.
         model: the model that encoded the images. Its identity is saved in the file.
 
     Raises:
         TypeError: if an argument is not a cache, a path or a model of this package.
-        ValueError: if the cache holds no images, or if another model, other weights or a conversation encoded them.
-        OSError: if the file cannot be written: its folder does not exist, or the disk is full. A file at `path` is
-            then as it was.
+        ValueError: if the cache holds no images, if another model or other weights encoded them, or if they were
+            encoded in a conversation.
+        OSError: if the file cannot be written, for example because its folder does not exist or the disk is full. A
+            file that was at `path` before then stays as it was.
 
     Example:
 
@@ -142,8 +150,8 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: Any) -> None:
     identity = model.image_identity()
     if cross.made_by != identity:
         raise ValueError(
-            "Expected `cache` to come from `encode_images` of `model`, but another model or other weights encoded it, "
-            "or `forward` or `generate`, which do not note the weights. Encode the images with `encode_images`."
+            "Expected `cache` to come from `encode_images` of `model`. But another model or other weights encoded it, "
+            "or `forward` or `generate` did, which do not record the weights. Encode the images with `encode_images`."
         )
     digests = layout.digests or ()
     facts = {
@@ -169,8 +177,15 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: Any) -> None:
 def load_image_cache(path: str | Path, model: Any) -> ImageCache:
     """Loads encoded images from a file, to the devices of the blocks. Images that were saved in int8 stay in int8.
 
-    This reads all weights between pixels and keys and values, to compare them with those that encoded the images. See
-    `checkpoints/model_identity.py` for the time that it takes.
+    This function reads all weights that turn pixels into keys and values, and compares them with the weights that
+    encoded the images. `checkpoints/model_identity.py` says how long this takes.
+
+    Args:
+        path (`str` or `Path`): a file of [`save_image_cache`].
+        model: the model that encoded the images.
+
+    Returns:
+        [`ImageCache`]: the encoded images, without text.
 
     Raises:
         TypeError: if an argument is not a path or a model of this package.
@@ -224,7 +239,7 @@ def load_image_cache(path: str | Path, model: Any) -> ImageCache:
 def _cross_of_file(
     file: Any, headers: dict[str, Stored], facts: dict[str, Any], model: Any, identity: str
 ) -> CrossCache:
-    """Checks and converts the content of a file. A tensor is read after its shape and its dtype have been checked."""
+    """Checks and converts the content of a file. Shape and dtype of a tensor are checked before it is read."""
     block, sizes, unread = model.config.cross_attention_config, _sizes(facts["sizes"]), dict(headers)
     dtype = None
     if facts.get("cache_dtype") is not None:
@@ -236,7 +251,7 @@ def _cross_of_file(
     def read(name: str, *shape: int, codes: tuple[str, ...] = ("BOOL",)) -> torch.Tensor:
         stored = unread.pop(name)
         found = (*stored.shape, 0)[0]
-        of_text = name.startswith("images.") and rows and found % rows == 0  # masks may have the rows of a text
+        of_text = name.startswith("images.") and rows and found % rows == 0  # A mask may have one row per text row.
         expected = (found if of_text else rows, *shape)
         if tuple(stored.shape) != expected or 0 in expected or stored.dtype not in codes:
             raise ValueError(f"expected {name} of shape {expected}, got {stored.shape} of {stored.dtype}")
@@ -249,7 +264,7 @@ def _cross_of_file(
         for name in (f"layers.{index}.key", f"layers.{index}.value"):
             shape = (block.num_key_value_heads, sum(sizes) + block.quiet_softmax)
             states = read(f"{name}s", *shape, block.head_dim, codes=codes).to(device)
-            codes = (headers[f"{name}s"].dtype,)  # values have the dtype of their keys
+            codes = (headers[f"{name}s"].dtype,)  # The values must have the dtype of the keys.
             if dtype is None:
                 pair.append(states)
             else:
@@ -289,7 +304,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _sizes(sizes: Any) -> tuple[int, ...]:
-    """Numbers of tokens, one for each image."""
+    """Checks the numbers of tokens of the images."""
     if not isinstance(sizes, list) or not sizes or not all(type(size) is int and 0 < size < 2**31 for size in sizes):
         raise ValueError(f"expected `sizes` to be the number of tokens of each image, got {short(sizes)}")
     return tuple(sizes)
@@ -300,7 +315,8 @@ def device_of(module: torch.nn.Module) -> torch.device:
     weight = next(module.parameters())
     if not weight.is_meta:
         return weight.device
-    hooks: list[Any] = [getattr(inner, "_hf_hook", None) for inner in module.modules()]  # an adapter's layer has none
+    # The layer inside an adapter has the hook, and the adapter around it has none.
+    hooks: list[Any] = [getattr(inner, "_hf_hook", None) for inner in module.modules()]
     devices = [getattr(hook, "execution_device", None) for hook in hooks]
     return torch.device(next(device for device in devices if device is not None))
 
@@ -310,7 +326,7 @@ def _padded(states: States, length: int) -> States:
 
 
 def _combine_layouts(parts: list[ImageLayout], rows: list[int]) -> ImageLayout:
-    """One layout for all rows. Padding is masked."""
+    """Builds one layout for the rows of all parts. Padding is masked."""
     widest = max(parts, key=lambda part: part.num_tokens)
     if any(part.sizes != widest.sizes[: part.num_images] for part in parts):
         raise ValueError("Expected `caches` with equally large images, got images with different numbers of tokens.")
@@ -335,7 +351,7 @@ def _combine_layouts(parts: list[ImageLayout], rows: list[int]) -> ImageLayout:
 
 
 def _combine_digests(parts: list[tuple[Digests, ...] | None]) -> tuple[Digests, ...] | None:
-    """The digests of all rows; None, an unknown content, if they are not all of one kind."""
+    """Combines the digests of all rows. None means unknown content: the digests are not all of the same kind."""
     found = [part[0] for part in parts if part is not None and len(part) == 1]
     if len(found) < len(parts) or len({(part.of, part.dtype) for part in found}) > 1:
         return None
@@ -348,5 +364,5 @@ def _combine_digests(parts: list[tuple[Digests, ...] | None]) -> tuple[Digests, 
 
 __all__ = ["combine_images", "load_image_cache", "save_image_cache"]
 
-# Scripts for earlier versions import them from the file of the class.
+# Scripts that were written for earlier versions import these functions from `cache/image_cache.py`.
 vars(image_cache).update({name: globals()[name] for name in __all__})

@@ -1,15 +1,15 @@
 """Stores encoded images by their content, for `generate` and `encode_images` of one model.
 
 A chat client passes every image again at every turn, in a new conversation each time. With a store, the second call
-with an image runs neither the vision tower nor the K/V projections for it. Each image is stored on its own, as its
-keys and values in every block. A call may combine stored and new images in any order.
+with an image runs neither the vision tower nor the K/V projections for this image. Each image is stored on its own: the
+store keeps the keys and values of every block. A call may combine stored and new images in any order.
 
-- Images are identified by the SHA-256 of their values, in the dtype that the model computes in. The checksums of
-  `cache/digests.py` are not enough: here a collision would show one user's image to another user.
-- Stored images are valid for one state of the weights and devices (see `checkpoints/model_identity.py`). The first
-  call after a change drops all of them.
-- With `dtype="int8"` images are stored in int8 (see `storage/int8_states.py`). The call that encodes an image uses the
-  stored values, so its answer is equal to later answers.
+- Images are identified by the SHA-256 of their values, in the dtype that the model computes in. The digests of
+  `cache/digests.py` are not enough: here a collision would show the image of one user to another user.
+- Stored images are only valid for one state of the weights and the devices (see `checkpoints/model_identity.py`). The
+  first call after a change drops all of them.
+- With `dtype="int8"`, images are stored in int8 (see `storage/int8_states.py`). The call that encodes an image also
+  uses the rounded values, so its answer equals later answers.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ logger = logging.get_logger(__name__)
 class StoredImage:
     """One encoded image."""
 
-    # every block's, `(1, num_key_value_heads, tokens, head_dim)` each, without a null key
+    # The keys and values of every block, without a null key: `(1, num_key_value_heads, tokens, head_dim)` each.
     keys_values: tuple[KeyValue, ...]
-    device: torch.device  # of the image features; the layout of a call is computed there
+    device: torch.device  # device of the image tokens, on which the layout of a call is computed
 
     @property
     def tokens(self) -> int:
@@ -50,11 +50,11 @@ class StoredImage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values. The storages have the same size if the image is `owned`."""
+        """Bytes of the keys and values. If the image is [`owned`], its storages take the same number of bytes."""
         return sum(states.nbytes for pair in self.keys_values for states in pair)
 
     def owned(self) -> StoredImage:
-        """Returns this image in its own storages. A view would keep the memory of its whole batch in use."""
+        """Returns this image in storages of its own. A view would keep the memory of a whole batch in use."""
         return replace(
             self,
             keys_values=tuple((map_states(key, _owned), map_states(value, _owned)) for key, value in self.keys_values),
@@ -62,23 +62,25 @@ class StoredImage:
 
 
 class ImageStore:
-    """Stores encoded images of one model, and drops the least recently used first. Any number of threads may use it.
+    """Stores encoded images of one model. When it is full, it drops the least recently used images first.
 
-    The bytes of all storages never exceed the budget: an image that is larger is encoded, but not stored. A copy (also
-    by pickle) is empty and has the same budget, because it belongs to another model.
+    Several threads may use a store at the same time. The stored images never take more than `max_bytes`: an image that
+    is larger is encoded but not stored. A copy of a store (`deepcopy` or pickle) belongs to another model, so it is
+    empty. It has the same `max_bytes`.
 
     Args:
-        max_bytes (`int`): budget for keys and values, in bytes.
+        max_bytes (`int`): largest number of bytes that keys and values may take.
         dtype (`str`, *optional*): `"int8"`, or None for the dtype that the model computes in.
 
     Attributes:
-        nbytes (`int`): bytes in use; at most `max_bytes`.
+        nbytes (`int`): bytes in use, at most `max_bytes`.
         num_images (`int`): number of stored images.
-        hits (`int`): images that were not encoded again. An image that occurs twice in a call is encoded once.
-        misses (`int`): images that had to be encoded.
+        hits (`int`): number of images that were not encoded, because the store held them or because they occurred
+            twice in a call.
+        misses (`int`): number of images that had to be encoded.
 
     Raises:
-        TypeError, ValueError: for another `dtype`.
+        TypeError, ValueError: for any other `dtype`.
     """
 
     def __init__(self, max_bytes: int, dtype: str | None = None):
@@ -87,14 +89,17 @@ class ImageStore:
         self.hits = self.misses = self.nbytes = 0
         self._images: OrderedDict[bytes, StoredImage] = OrderedDict()
         self._maker: str | None = None
-        self._lock = threading.Lock()  # held for bookkeeping only, never while images are encoded or copied
+        self._lock = threading.Lock()  # It only guards the fields above. No image is encoded or copied under it.
 
     @property
     def num_images(self) -> int:
         return len(self._images)
 
     def resize(self, max_bytes: int, dtype: str | None = None) -> None:
-        """Changes budget and dtype. Drops images until the rest fits, and all of them if the dtype is another."""
+        """Changes `max_bytes` and `dtype`.
+
+        Drops the least recently used images until the rest fits. If the dtype changes, drops all images.
+        """
         dtype = check_cache_dtype("dtype", dtype)
         with self._lock:
             if dtype != self.dtype:
@@ -109,7 +114,7 @@ class ImageStore:
             self.hits = self.misses = 0
 
     def look_up(self, maker: str, keys: Iterable[bytes]) -> dict[bytes, StoredImage]:
-        """Returns the stored images among `keys`. Drops all stored images first if another `maker` encoded them."""
+        """Returns the stored images among `keys`. If another `maker` encoded the stored images, drops them first."""
         found: dict[bytes, StoredImage] = {}
         missing = set()
         with self._lock:
@@ -129,13 +134,13 @@ class ImageStore:
         return found
 
     def keep(self, maker: str, key: bytes, image: StoredImage) -> None:
-        """Stores an image that `maker` encoded, if `maker` is still current and the image fits the budget."""
+        """Stores an image, if its `maker` still is the one of the store, and if the image fits into `max_bytes`."""
         size = image.nbytes
         if size > self.max_bytes:
             return
         image = image.owned()
         with self._lock:
-            # Meanwhile another thread may have changed the weights or the budget, or encoded the same image.
+            # In the meantime, another thread may have changed the weights or `max_bytes`, or stored the same image.
             if maker != self._maker or key in self._images or size > self.max_bytes:
                 return
             self._make_room(size)
@@ -165,11 +170,11 @@ class ImageStore:
 class ImageGrid:
     """The images of a call, from the store or newly encoded."""
 
-    rows: list[list[StoredImage | None]]  # R rows with the same number of images; None is a padding image
+    rows: list[list[StoredImage | None]]  # R rows with the same number of images. None is a padding image
 
     @property
     def first(self) -> StoredImage:
-        """Any of the images: all have the same shapes, dtypes and devices."""
+        """Any one of the images. All of them have the same shapes, dtypes and devices."""
         return next(image for row in self.rows for image in row if image is not None)
 
     @property
@@ -179,13 +184,13 @@ class ImageGrid:
 
     @property
     def device(self) -> torch.device:
-        """Device of the image features."""
+        """Device of the image tokens."""
         return self.first.device
 
     def keys_values(self, cross: CrossCache, null_key: bool) -> list[KeyValue]:
         """Returns keys and values of every block for [`CrossCache.fill`]: the cached ones, then those of these images.
 
-        The cache is not changed. `null_key`: put the null key of quiet softmax in front, if the cache is empty.
+        The cache is not changed. With `null_key`, the null key of quiet softmax comes first, if the cache is empty.
         """
         result = []
         for index in range(len(self.first.keys_values)):
@@ -195,7 +200,10 @@ class ImageGrid:
         return result
 
     def _joined(self, block: int, part: int, null_key: bool) -> States:
-        """Keys (`part` 0) or values (1) of one block. Null key and padding images, which no token sees, are zeros."""
+        """Joins the keys (`part` 0) or the values (`part` 1) of one block for all images.
+
+        The null key and padding images are zeros. No token sees padding images.
+        """
         like, tokens, null = self.first.keys_values[block][part], self.first.tokens, int(null_key)
         _, heads, _, width = like.shape
         joined = like.new_zeros(len(self.rows), heads, null + len(self.rows[0]) * tokens, width)
@@ -209,15 +217,17 @@ class ImageGrid:
 
 
 class StoreReader:
-    """Gets the images of one call from a store, and encodes the missing ones.
+    """Reads the images of one call from a store, and encodes those that the store does not hold.
 
     Args:
-        find_maker (`Callable`): returns the identity of the model, its weights and devices. Not called without images.
-        precision (`str`): settings that change the precision of keys and values with the same weights.
-        project (`Callable`): computes every block's keys and values from features `(images, tokens, context_size)` and
-            their layout, in the store's dtype.
-        null_key (`bool`): whether these keys and values have a null key in front.
-        dtype (`str`, *optional*): the store's.
+        store ([`ImageStore`]): the store.
+        find_maker (`Callable`): returns the identity of the model, its weights and its devices. It is not called if
+            there are no images.
+        precision (`str`): settings that change keys and values although the weights are the same, such as autocast.
+        project (`Callable`): computes keys and values of every block from image tokens `(images, tokens, context_size)`
+            and their layout, in the dtype of the store.
+        null_key (`bool`): whether these keys and values begin with a null key.
+        dtype (`str`, *optional*): the dtype of the store.
     """
 
     def __init__(
@@ -243,16 +253,17 @@ class StoreReader:
         dtype: torch.dtype,
         encode: Callable[[ImageInputs], torch.Tensor],
     ) -> ImageGrid | None:
-        """Finds images in the store. Encodes the missing ones in one batch, each once.
+        """Finds images in the store. Encodes the missing ones in one batch, each of them once.
 
         Args:
+            images ([`ImageInputs`]): the images of the call.
             real (`torch.BoolTensor`, *optional*): `(R, n)`. False is a padding image, which is neither looked up nor
                 encoded.
             dtype (`torch.dtype`): the dtype to which the model converts images.
-            encode (`Callable`): computes features `(R, n, tokens, context_size)` from images.
+            encode (`Callable`): computes image tokens `(R, n, tokens, context_size)` from images.
 
         Returns:
-            [`ImageGrid`], or None if all images are padding or are on the meta device.
+            [`ImageGrid`], or None if all images are padding or on the meta device.
         """
         assert images.images is not None
         num_rows, num_images = images.images.shape[:2]
@@ -280,7 +291,7 @@ class StoreReader:
         )
 
     def _encode(self, images: ImageInputs, encode: Callable[[ImageInputs], torch.Tensor]) -> list[StoredImage]:
-        """Encodes images `(count, 1, ...)` together, and returns one value for each: views into the batch."""
+        """Encodes images `(count, 1, ...)` in one batch. Returns one entry for each, with views into the batch."""
         features = encode(images)
         tokens, null = features.shape[2], int(self._null_key)
         layout = ImageLayout.of((tokens,), features.device, token_mask_of(images.tiles, None, tokens))
@@ -295,14 +306,15 @@ class StoreReader:
 def content_keys(
     images: ImageInputs, dtype: torch.dtype, places: list[tuple[int, int]], precision: str = ""
 ) -> list[bytes]:
-    """Returns a SHA-256 of each image at `places` (row, image): its kind, shape, device, tiles, position and values.
+    """Returns a SHA-256 for each image at `places`, which are pairs of a row and an image.
 
-    Values are converted to `dtype` first. Images on a GPU are copied to the host for this, once per call.
+    The SHA-256 covers the kind of the image, its shape, device, tiles, position and values. Values are converted to
+    `dtype` first. Images on a GPU are copied to the host once per call.
     """
     assert images.images is not None
     content = images.images.detach().to(dtype).cpu().contiguous()
     tiles = None if images.tiles is None else [part.cpu().to(torch.float64) for part in images.tiles]
-    # With the device, images on a wrong device raise the error that they raise without a store, and masks match.
+    # The device is part of the key. So images on a wrong device raise the same error as without a store.
     positions = None if images.positions is None else images.positions.tolist()
     facts = f"{images.name} {dtype} {tuple(content.shape[2:])} {images.images.device} {precision}"
     keys = []
@@ -327,28 +339,30 @@ class XAttnStoreMixin:
     _image_store: ImageStore | None = None
 
     def enable_image_store(self, max_bytes: int = 2**30, dtype: str | None = None) -> None:
-        """Keeps encoded images by content: `generate` and `encode_images` encode an image once, ever. Off by default.
+        """Stores encoded images by their content, so that `generate` and `encode_images` encode an image only once.
 
-        Images are stored one by one, so a call may combine stored and new images, in any rows and places. The results
-        are equal to those without a store, up to the rounding of a batch of another size. Features
-        (`cross_attention_states`) without an axis of images are one image a row.
+        The store is off by default. Images are stored one by one, so a call may combine stored and new images, in any
+        rows and places. The results equal those without a store, up to the rounding of a batch of another size.
+        Features (`cross_attention_states`) without an axis of images count as one image per row.
 
-        The store is left aside in training mode, where gradients are recorded (`encode_images` outside of
-        `torch.no_grad()`), in compiled code and in a run of several processes, whose collectives must match.
+        The store is not used in training mode, while gradients are recorded (`encode_images` outside of
+        `torch.no_grad()`), in compiled code, or in a run of several processes, because all processes must make the same
+        collective calls.
 
         The first call after a change of weights, adapters, dtype or devices drops all images (see
-        `checkpoints/model_identity.py`). Some changes are not noticed: a write to a weight through `.data` or a NumPy
-        view, a hook on the vision tower, the connector or a K/V projection. After such a
-        change, call `model.image_store.clear()`.
+        `checkpoints/model_identity.py`). Two kinds of changes are not noticed: a write to a weight through `.data` or a
+        NumPy view, and a hook on the vision tower, the connector or a K/V projection. After such a change, call
+        `model.image_store.clear()`.
 
         Args:
-            max_bytes (`int`): bytes that keys and values may take. An existing store keeps the images that fit.
-            dtype (`str`, *optional*): `"int8"` stores images in int8 (see `storage/int8_states.py`): about half as many
-                bytes as in bfloat16. New caches of calls that use the store are in int8, too. None: the dtype that the
-                model computes in. A store that exists drops all images if its dtype changes.
+            max_bytes (`int`): largest number of bytes that keys and values may take. An existing store keeps the images
+                that fit.
+            dtype (`str`, *optional*): `"int8"` stores images in int8 (see `storage/int8_states.py`), which takes about
+                half as many bytes as bfloat16. New caches of calls that use the store are then in int8, too. None
+                means the dtype that the model computes in. An existing store drops all images if its dtype changes.
 
         Raises:
-            TypeError, ValueError: for another `dtype`.
+            TypeError, ValueError: for any other `dtype`.
 
         Example:
 
@@ -371,22 +385,26 @@ class XAttnStoreMixin:
             self._image_store.resize(max_bytes, dtype)
 
     def disable_image_store(self) -> None:
-        """Drops the store of [`enable_image_store`] with all its images."""
+        """Turns the store of [`enable_image_store`] off, and drops all its images."""
         self._image_store = None
 
     @property
     def image_store(self) -> ImageStore | None:
-        """The [`ImageStore`] of [`enable_image_store`], with `nbytes`, `hits` and `misses`; None if it is off."""
+        """The [`ImageStore`] of [`enable_image_store`], with `nbytes`, `hits` and `misses`. None if it is off."""
         return self._image_store
 
     def find_source(self: Any, made_by: str | None) -> StoreReader | None:
-        """The store for one call; None where it must be left aside. `made_by`: this model's identity, if known."""
+        """Returns a reader of the store for one call. None if the store is off or must not be used.
+
+        Args:
+            made_by (`str`, *optional*): the identity of this model, if the caller knows it already.
+        """
         if self._image_store is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         if any(module.training for part in self._image_parts().values() for module in part.modules()):
-            return None  # dropout
+            return None  # Dropout would become a part of the stored images.
         if is_distributed():
-            logger.warning_once("The image store is left aside in a run of several processes.")
+            logger.warning_once("The image store is not used in a run of several processes.")
             return None
         devices = [device_of(block.attn.k_proj) for block in self.blocks]
         tower_device = None if self.vision_tower is None else self.vision_tower.device
@@ -404,7 +422,7 @@ class XAttnStoreMixin:
 
 
 class XAttnStoreDelegationMixin:
-    """The image store of [`XAttnForConditionalGeneration`]: that of the model inside it."""
+    """The image store of [`XAttnForConditionalGeneration`], which is that of the [`XAttnModel`] inside it."""
 
     model: Any
 

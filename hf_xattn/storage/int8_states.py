@@ -1,16 +1,17 @@
-"""Keys and values of images in int8: about half the bytes of bfloat16, a quarter of float32's.
+"""Keys and values of images in int8, which take about half of the bytes of bfloat16, or a quarter of float32.
 
 Each image token has one scale for its key and one for its value in each K/V head: `states = steps * scale`, with steps
-from -127 to 127 and `scale = max |states| / 127`. A token is rounded by itself, so images can be selected, combined
-and appended without rounding them again. It is for inference: rounding has no gradient.
+from -127 to 127 and `scale = max |states| / 127`. Each token is rounded on its own, so images can be selected, combined
+and appended without another rounding. int8 only works for inference, because rounding has no gradient.
 
-- The scales are float32 in a model of any dtype. In float16 the scale of a small token would lose its digits or be
-  zero, in bfloat16 it would add an error as large as that of the steps. For heads of width 128 they take 3 % of the
-  bytes.
-- A token that is zero is exactly zero again. A token with NaN or infinity becomes NaN as a whole: the steps have no
-  such values, and finite ones would hide the fault.
+- The scales are float32 in a model of any dtype. In float16, the scale of a small token would lose its digits or be
+  zero. In bfloat16, it would add an error as large as that of the steps. With a head width of 128, the scales take 3 %
+  of the bytes.
+- A token that is zero stays exactly zero. A token with NaN or infinity becomes NaN as a whole. int8 has no such values,
+  and finite values would hide the fault.
 
-Letters as in `layers/attention.py`: R image rows, K K/V heads, N image tokens, D head width, Q folded queries.
+Letters in shapes as in `layers/attention.py`: R image rows, K K/V heads, N image tokens, D head width, Q folded
+queries.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from ..utils.projection import multiplies_natively
 
 INT8 = "int8"
 STEPS = 127
-SMALLEST = torch.finfo(torch.float32).tiny  # smaller scales have few digits; a token with such a scale is zero
-LARGEST = torch.finfo(torch.float32).max / STEPS * (1 - 2**-22)  # a larger scale would make infinity of 127 steps
-BYTES_AT_ONCE = 2**22  # of a copy in the dtype of the product; it should stay in the processor's cache
+SMALLEST = torch.finfo(torch.float32).tiny  # Smaller scales have few digits. A token with such a scale becomes zero.
+LARGEST = torch.finfo(torch.float32).max / STEPS * (1 - 2**-22)  # With a larger scale, 127 steps would be infinite.
+BYTES_AT_ONCE = 2**22  # Size of a copy in the dtype of the product, which should fit into the processor's cache.
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class Int8States(StoredStates):
         return cls(steps.to(torch.int8), scales, states.dtype)
 
     def dequantized(self) -> torch.Tensor:
-        """`(R, K, N, D)` in `dtype`. The product is rounded once."""
+        """Returns the states `(R, K, N, D)` in `dtype`. The product of steps and scales is rounded once."""
         if self.dtype == torch.float32 or self.device.type != "cpu" or torch.compiler.is_compiling():
             return (self.steps.to(torch.float32) * self.scales).to(self.dtype)
         states = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -58,9 +59,12 @@ class Int8States(StoredStates):
 
     @staticmethod
     def multiplies_few(query: torch.Tensor) -> bool:
-        """With more queries, the products take longer than the conversion (seen at a head width of 128), and the scores
-        more memory than dequantised keys and values. With gradients, the buffer of [`attend`] would be overwritten
-        before the backward pass. Compiled code gets tensors of floats, because the number of parts would be a guard.
+        """Whether [`attend`] with queries `(R, K, Q, D)` needs less time and memory than attention over floats.
+
+        - With many queries, the products take longer than the conversion to floats (measured with a head width of 128),
+          and the scores take more memory than dequantized keys and values.
+        - With gradients, the buffer of [`attend`] would be overwritten before the backward pass.
+        - Compiled code uses floats, because it would be compiled again for each number of parts.
         """
         few = 2 * query.shape[2] <= query.shape[3]
         return few and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -73,11 +77,12 @@ class Int8States(StoredStates):
         scaling: float,
         position_bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a few queries over these keys, and values in int8, without a copy of them in another dtype.
+        """Computes attention of a few queries over keys and values in int8, without a whole copy in another dtype.
 
-        The scales are applied outside of the products: that of a key to its score, that of a value to its probability.
-        The steps are cast to the dtype of the product, which is exact, some tokens at a time in one buffer. In bfloat16
-        the product rounds the scores before the softmax, which a fused kernel does not: large scores get a large error.
+        The scales are applied outside of the products: the scale of a key to its score, and the scale of a value to its
+        probability. The steps are cast to the dtype of the product, which is exact. This happens for some tokens at a
+        time, in one buffer. In bfloat16, the product rounds the scores before the softmax, which a fused kernel does
+        not do, so large scores get a large error.
 
         Args:
             query (`torch.Tensor`): `(R, K, Q, D)`.
@@ -86,7 +91,7 @@ class Int8States(StoredStates):
             position_bias (`torch.Tensor`, *optional*): `(R, K, Q, N)`.
 
         Returns:
-            as from transformers' attention interface: the output `(R, Q, K, D)` and the weights `(R, K, Q, N)`.
+            The output `(R, Q, K, D)` and the weights `(R, K, Q, N)`, as transformers' attention functions return them.
         """
         dtype = _dtype_of_product(self.dtype, query.device)
         parts = _parts_of_tokens(self.shape, dtype)
@@ -112,14 +117,19 @@ class Int8States(StoredStates):
 
 
 def _dtype_of_product(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """bfloat16 where it is multiplied natively, float32 otherwise. Sums of steps would overflow float16."""
+    """Returns bfloat16 if the device multiplies it natively, and float32 otherwise.
+
+    float16 is never used, because sums of steps would overflow it.
+    """
     if dtype == torch.bfloat16 and (device.type != "cpu" or multiplies_natively(dtype)):
         return dtype
     return torch.float32
 
 
 def _parts_of_tokens(shape: torch.Size, dtype: torch.dtype) -> list[slice]:
-    """Splits the tokens of `(R, K, N, D)` into parts whose copy in `dtype` takes `BYTES_AT_ONCE`, or has 256 tokens."""
+    """Splits the tokens of `(R, K, N, D)` into parts. The copy of a part in `dtype` takes at most `BYTES_AT_ONCE`, or
+    the part has 256 tokens.
+    """
     rows, heads, tokens, width = shape
     count = min(max(BYTES_AT_ONCE // (rows * heads * width * dtype.itemsize), 256), tokens)
     return [slice(start, min(start + count, tokens)) for start in range(0, tokens, count)]

@@ -1,6 +1,5 @@
-"""Models with blocks on vLLM, an engine for many requests at once. vLLM finds this room by its entry point.
+"""The plug-in for vLLM, an engine that answers many requests at once. vLLM finds it by the entry point of the package.
 
-What may come in: what vLLM calls, and what it needs to give the tokens that `generate` gives. Only this room imports
-vLLM, and only when vLLM runs.
-Imports from: all rooms above but the commands.
+This subpackage holds the code that vLLM calls, and that makes vLLM give the tokens of `generate`. No other subpackage
+imports vLLM, and this one only does when vLLM runs. It imports from: all subpackages before it, except the commands.
 """

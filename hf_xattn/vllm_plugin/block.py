@@ -1,7 +1,8 @@
-"""The block on vLLM: the same formula and the same names of weights as in `layers/block.py`.
+"""The block on vLLM, with the same formula and the same weight names as in `layers/block.py`.
 
-Queries of a step are tokens of many requests in one row, and keys and values lie in the engine's paged cache. The block
-is one operator to the compiler. What a token sees differs from step to step, and would be frozen into compiled code.
+Two things differ from that block. The queries of a step are the tokens of many requests in one row, and keys and values
+are in the engine's paged cache. The compiler sees the block as one operator, because the images that a token sees
+differ from step to step, and compiled code would fix them.
 """
 
 from __future__ import annotations
@@ -23,13 +24,19 @@ from ..layers.norms import NORMS, CrossAttentionKeyNorm, CrossAttentionRMSNorm
 from .steps import Masked, Step
 
 
-# Where a step's [`Step`] stands in the engine's context of a forward.
+# Key of the [`Step`] in the engine's context of a forward.
 STEP = "hf_xattn_step"
 _LIBRARY = torch.library.Library("hf_xattn", "FRAGMENT")
 
 
 class Attention(nn.Module):
-    """Cross-attention of one rank: under tensor parallelism it has some of the heads."""
+    """Cross-attention of one rank. Under tensor parallelism, a rank has some of the heads.
+
+    Args:
+        config ([`CrossAttentionConfig`]): configuration of the block.
+        cache_config: vLLM's configuration of its cache.
+        prefix (`str`): name of this module in the engine.
+    """
 
     def __init__(self, config: CrossAttentionConfig, cache_config: Any, prefix: str):
         super().__init__()
@@ -49,7 +56,7 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(heads, config.hidden_size, bias=bias, prefix=f"{prefix}.o_proj")
         self.q_norm = CrossAttentionRMSNorm(width, config.qk_norm_eps) if config.qk_norm else None
         self.k_norm = CrossAttentionKeyNorm(width, config.qk_norm_eps) if config.qk_norm else None
-        # Quiet softmax adds exp(0) to the denominator: a sink with the score 0.
+        # Quiet softmax adds exp(0) to the denominator. For vLLM, this is a sink with the score 0.
         self.quiet = config.quiet_softmax
         sinks = {"sinks": torch.zeros(self.num_heads)} if self.quiet else {}
         self.kernel = CrossAttention(
@@ -63,7 +70,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, step: Step) -> torch.Tensor:
-        """`(tokens, hidden_size)` to the same."""
+        """Computes attention for the tokens of a step, `(tokens, hidden_size)`. Returns the same shape."""
         query = self.q_proj(hidden_states)[0].unflatten(-1, (self.num_heads, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             wide = query.to(torch.promote_types(query.dtype, torch.float32))
@@ -78,18 +85,21 @@ class Attention(nn.Module):
         for masked in step.masked:
             assert key is not None and value is not None
             output[masked.text] = self._attend(query, key, value, masked)
-        # Not a product: what the kernel leaves for tokens that see nothing may be NaN.
+        # A product with the mask would not do: the kernel may leave NaN for tokens that see nothing.
         return self.o_proj(torch.where(step.attends, output, 0))[0]
 
     def _project(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `(image tokens, kv_heads, head_dim)`."""
+        """Returns keys and values of image tokens, each `(image tokens, kv_heads, head_dim)`."""
         shape = (self.num_kv_heads, self.head_dim)
         states = states.to(self.k_proj.weight.dtype)
         key, value = (each(states)[0].unflatten(-1, shape) for each in (self.k_proj, self.v_proj))
         return key if self.k_norm is None else self.k_norm.normalize(key), value
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: Masked) -> torch.Tensor:
-        """A prompt whose tokens see different images: the engine's kernel takes no mask. `(text_len, width)`."""
+        """Computes attention for a prompt whose tokens see different images. Returns `(text_len, width)`.
+
+        The engine's kernel takes no mask, so this uses SDPA.
+        """
         mask = masked.mask
         key, value = key[masked.images], value[masked.images]
         if self.quiet:
@@ -107,6 +117,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """The MLP of a block on one rank."""
+
     def __init__(self, config: CrossAttentionConfig, prefix: str):
         super().__init__()
         sizes, bias = (config.hidden_size, config.intermediate_size), config.mlp_bias
@@ -129,6 +141,8 @@ class Block(nn.Module):
     """One gated cross-attention block in a layer of a vLLM decoder.
 
     Args:
+        config ([`CrossAttentionConfig`]): configuration of the block.
+        vllm_config: vLLM's configuration of the engine.
         prefix (`str`): a name that no other block of the engine has.
     """
 
@@ -137,7 +151,7 @@ class Block(nn.Module):
         self.name = prefix
         registered = vllm_config.compilation_config.static_forward_context
         if prefix in registered:
-            raise ValueError(f"Two blocks are called {prefix}.")
+            raise ValueError(f"Expected a name for each block that no other block has, got {prefix} twice.")
         registered[prefix] = self
         norm = NORMS[config.norm_type]
         self.attn_norm = norm(config.hidden_size, config.norm_eps)
@@ -158,12 +172,21 @@ class Block(nn.Module):
             self.attn_gate, self.mlp_gate = TokenGate(config), TokenGate(config) if has_mlp else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(tokens, hidden_size)`, or with axes of length 1 in front. Compiled code sees one operator."""
+        """Runs the block on `(tokens, hidden_size)`, or on a tensor with axes of length 1 before these two.
+
+        Compiled code sees one operator.
+        """
         flat = hidden_states.view(-1, hidden_states.shape[-1])
         return torch.ops.hf_xattn.block(flat, self.name).view(hidden_states.shape)
 
     def compute(self, hidden_states: torch.Tensor, step: Step | None) -> torch.Tensor:
-        """The block as such. `step`: None while the engine measures memory, where there are no requests."""
+        """Computes the block.
+
+        Args:
+            hidden_states (`torch.Tensor`): `(tokens, hidden_size)`.
+            step ([`Step`], *optional*): what the tokens see. None while the engine measures memory, because there are
+                no requests then.
+        """
         normed = self.attn_norm(hidden_states)
         attended = normed if step is None else self.attn(normed, step)
         seen = hidden_states + _gated(attended, self.attn_gate, hidden_states)

@@ -1,7 +1,7 @@
-"""Chats of the engine: rendered by the model's own processor, as for `generate`.
+"""Renders chats with the model's own processor, so that prompts equal those for `generate`.
 
-vLLM would render them with the tokenizer's template. It joins the parts of a message with line breaks, and a template
-for text alone loses the images.
+vLLM itself renders a chat with the template of the tokenizer. It joins the parts of a message with line breaks, and a
+template for texts loses the images.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .mllama import is_mllama, processor_of, written_prompt
 from .served import check_markers
 
 
-# Arguments of a chat beside the variables of its template.
+# Arguments of `apply_chat_template` that are not variables of the template.
 OF_PROCESSOR = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
 
 
 class XAttnRenderer(HfRenderer):
-    """Turns chats into prompts."""
+    """Turns chats into prompts, in the place of vLLM's renderer."""
 
     def __init__(self, config: Any, tokenizer: Any):
         super().__init__(config, tokenizer)
@@ -37,21 +37,21 @@ class XAttnRenderer(HfRenderer):
         return processor_of(self.model_config)
 
     def render(self, conversation: list[Any], params: Any) -> list[int]:
-        """The tokens of a chat.
+        """Returns the tokens of a chat.
 
         Raises:
-            ValueError: for a chat that the template refuses, or whose texts or images it loses.
+            ValueError: if the template refuses the chat, or if it loses a text or an image of the chat.
         """
         given = params.get_apply_chat_template_kwargs()
         named = given.get("chat_template")
         template = self.processor._template(named, given.get("tools"))
-        # The engine passes more than any one template reads.
+        # The engine passes more arguments than a template reads.
         known = template_variables(template) | OF_PROCESSOR
         options = {name: value for name, value in given.items() if name in known}
         try:
             text = self.processor.apply_chat_template(conversation, chat_template=named, tokenize=False, **options)
         except (TemplateError, TypeError) as error:
-            raise ValueError(f"The chat template refuses this conversation: {error}") from error
+            raise ValueError(f"Expected a conversation that the chat template can render, got: {error}") from error
         tokens = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         check_markers(self.processor, tokens, sum(_count_images(message) for message in conversation))
         return tokens
@@ -63,7 +63,7 @@ class XAttnRenderer(HfRenderer):
         return await super()._tokenize_singleton_prompt_async(*self._as_processor(prompt, params))
 
     def _as_processor(self, prompt: Any, params: Any) -> tuple[Any, Any]:
-        """As in the processor: a text that starts with the BOS token, as a rendered chat may, gets no second one."""
+        """Treats the BOS token as the processor does: a text that starts with the BOS token gets no second one."""
         text, bos = prompt.get("prompt"), self.processor.tokenizer.bos_token
         if not isinstance(text, str) or bos is None:
             return prompt, params
@@ -74,7 +74,10 @@ class XAttnRenderer(HfRenderer):
         return prompt, params
 
     def get_dec_start_token_id(self) -> int:
-        """The engine asks for one, which a tokenizer may lack, and puts it nowhere (`skip_decoder_start_token`)."""
+        """Returns any token. The engine asks for one but does not use it (`skip_decoder_start_token`).
+
+        The tokenizer may not have such a token.
+        """
         return 0
 
     def process_for_engine(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,10 +89,10 @@ class XAttnRenderer(HfRenderer):
         return await super().process_for_engine_async(prompt, *args, **kwargs)
 
     def _check(self, prompt: Any) -> None:
-        """The engine shows requests without images to no processor.
+        """Checks a prompt. Requests without images do not reach the multi-modal processor, which checks the others.
 
         Raises:
-            ValueError: for a marker without an image, and for a prompt of two parts.
+            ValueError: for a marker without an image, and for a prompt with an encoder part and a decoder part.
         """
         if prompt.get("decoder_prompt") is not None:
             raise ValueError("Expected one prompt, got one for an encoder and one for a decoder.")

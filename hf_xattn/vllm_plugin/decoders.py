@@ -1,5 +1,7 @@
-"""Puts blocks into a decoder of vLLM, and finds the weights: of a decoder with additional tokens, and of a folder that
-holds only what was added to its bases (`adapter_only=True`).
+"""Inserts blocks into a decoder of vLLM, and prepares weights for vLLM.
+
+Two kinds of weights need this: those of a decoder with additional tokens, and those of a folder that only holds what
+was added to its bases (`adapter_only=True`).
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 @memoized
 def crossing_class(layer_class: type[nn.Module]) -> type[nn.Module]:
-    """Derives the class of a layer that runs its blocks first.
+    """Derives a class of layers that run their blocks before the layer itself.
 
-    Most layers of vLLM take the hidden states in two parts, of which the second, `residual`, is to be added first. The
-    blocks read the sum, and the layer then starts as the first layer does: without a second part.
+    Most layers of vLLM get the hidden states in two parts, and add the second part, `residual`, to the first. The
+    blocks read the sum. The layer itself then gets no `residual`, as the first layer of the decoder.
     """
     forward: Any = layer_class.forward
     names = list(inspect.signature(forward).parameters)[1:]
     if "hidden_states" not in names:
-        raise ValueError(f"{layer_class.__name__} of this vLLM has no argument `hidden_states`: {names}.")
+        raise ValueError(
+            f"Expected layers with an argument `hidden_states`, got {layer_class.__name__} of this vLLM with {names}."
+        )
     first = names.index("hidden_states")
     second = names.index("residual") if "residual" in names else None
 
@@ -63,14 +67,14 @@ def crossing_class(layer_class: type[nn.Module]) -> type[nn.Module]:
 
 
 def _with(args: tuple, kwargs: dict[str, Any], place: int, name: str, value: Any) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a call, with another value of one."""
+    """Returns the arguments of a call, in which one argument has another value."""
     if len(args) > place:
         return (*args[:place], value, *args[place + 1 :]), kwargs
     return args, {**kwargs, name: value}
 
 
 def insert(decoder: nn.Module, served: Decoder, config: XAttnConfig, make_block: Callable[[int], nn.Module]) -> None:
-    """Puts the blocks of a model into the layers of a decoder, in place. `make_block` takes a block's index."""
+    """Inserts the blocks of a model into the layers of a decoder, in place. `make_block` takes the index of a block."""
     layers = decoder.get_submodule(served.layers)
     for index, layer in enumerate(layers.children()):
         places = [index] if index < len(layers) - 1 else [index, index + 1]  # type: ignore[arg-type]
@@ -85,7 +89,10 @@ def insert(decoder: nn.Module, served: Decoder, config: XAttnConfig, make_block:
 
 
 def block_weight(name: str) -> str | None:
-    """The name of a block's weight in [`insert`]'s modules, or None for another weight. One block has no number."""
+    """Returns the name that a block's weight has after [`insert`]. None for a weight that does not belong to a block.
+
+    In a checkpoint, the name has no number if there is one block at a place.
+    """
     for kind in BLOCKS:
         before, found, rest = name.partition(f".{kind}.")
         if found:
@@ -94,10 +101,13 @@ def block_weight(name: str) -> str | None:
 
 
 def with_additional(weights: Weights, served: Decoder, added: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Joins the rows of added tokens to those of the embedding and the head, which vLLM keeps in one tensor.
+    """Appends the rows of added tokens to the embedding and to the head, because vLLM keeps each in one tensor.
 
     Args:
-        added (`int`): `additional_vocab_size`. A head without rows for them gets zeros: [`mask_added`] hides them.
+        weights: names and tensors of the decoder.
+        served ([`Decoder`]): where the decoder has its embedding and its head.
+        added (`int`): `additional_vocab_size`. If the head has no rows for the added tokens, these rows are zeros, and
+            `XAttnForVLLM.compute_logits` hides their logits.
     """
     if not added:
         yield from weights
@@ -116,10 +126,10 @@ def with_additional(weights: Weights, served: Decoder, added: int) -> Iterator[t
 
 
 def weights_of_folder(name: str, revision: str | None) -> Iterator[tuple[str, torch.Tensor]] | None:
-    """All weights of such a model, under the names of a whole folder. None for any other folder.
+    """Returns all weights of an `adapter_only=True` folder, with the names of a whole folder. None for other folders.
 
     Raises:
-        ValueError, OSError: for a base that is gone, cannot be loaded or is another one, and a damaged folder.
+        ValueError, OSError: if a base is missing, cannot be loaded or has other weights, or if the folder is damaged.
     """
     saved = SmallCheckpoint.find(name, {} if revision is None else {"revision": revision})
     return None if saved is None else _weights(saved)
@@ -137,7 +147,7 @@ def _weights(saved: SmallCheckpoint) -> Iterator[tuple[str, torch.Tensor]]:
             own = name.removeprefix(prefix)
             if own != name and own in weights:
                 weights[own] = added.pop(name)
-        # Under the names on disk: transformers holds the experts of a layer in one tensor.
+        # vLLM expects the names on disk. In memory, transformers holds all experts of a layer in one tensor.
         for name, weight in revert_weight_conversion(base, weights).items():
             yield prefix + name, weight
     yield from added.items()

@@ -1,4 +1,4 @@
-"""What the engine is told of a model, what it is asked to leave out, and one repair of it."""
+"""Describes a model to the engine, refuses options of the engine, and repairs one fault of vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .mllama import as_xattn
 from .served import check_served
 
 
-# The engine's `tokenizer_mode`: it decides who renders chats.
+# The engine's `tokenizer_mode` for these models. It selects the class that renders chats.
 CHATS = "hf_xattn"
 
 
 class ConfigParser(HFConfigParser):
-    """Reads `config.json`. Llama 3.2 Vision becomes a model of this package; what else is read stays as it is."""
+    """Reads `config.json`. Turns a configuration of Llama 3.2 Vision into one of this package, and changes no other."""
 
     def parse(self, *args: Any, **kwargs: Any) -> Any:
         parsed: Any = super().parse(*args, **kwargs)
@@ -37,22 +37,23 @@ class ConfigParser(HFConfigParser):
 
 
 class XAttnConvertor(ModelArchConfigConvertorBase):
-    """Reads the sizes of a model. It is the first to see the configuration that vLLM has loaded, and marks it.
+    """Reads the sizes of a model for vLLM.
 
-    The marks are on that one object: configurations that are loaded for transformers do not have them.
+    This class is the first to see the configuration that vLLM has loaded, so it also sets the fields that vLLM needs.
+    It sets them on this one object. Configurations that are loaded for transformers do not get them.
     """
 
     def __init__(self, hf_config: Any, hf_text_config: Any, revision: str | None = None):
         if isinstance(hf_config, XAttnConfig) and not hf_config.is_encoder_decoder:
             check_served(hf_config)
-            # The other runner of vLLM 0.32 was not compared. A user's own choice is refused below.
+            # vLLM 0.32 has another model runner, with which nothing was compared. `_refused_options` refuses it.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-            # vLLM then keeps keys and values of the images in a cache of their own.
+            # This makes vLLM keep the keys and values of the images in a separate cache.
             hf_config.is_encoder_decoder = True
-            # vLLM asks the outer configuration. A text model of transformers ties its head as its own says.
+            # vLLM reads this field of the outer configuration, but the text model's own configuration decides.
             tied = bool(getattr(hf_config.text_config, "tie_word_embeddings", False))
             hf_config.update({"tie_word_embeddings": tied})
-            # Markers behind the vocabulary are ids that a prompt may have.
+            # Added tokens, such as markers, follow the vocabulary of the text model, and a prompt may hold them.
             hf_text_config.vocab_size += hf_config.additional_vocab_size
         super().__init__(hf_config, hf_text_config, revision)
 
@@ -72,14 +73,14 @@ class XAttnEngineConfig(VerifyAndUpdateConfig):
     def verify_and_update_config(vllm_config: Any) -> None:
         for option, reason in _refused_options(vllm_config):
             raise ValueError(f"hf_xattn does not serve models on vLLM with {option}: {reason}.")
-        # A recorded graph would have to hold what tokens see. Not compared: it needs a GPU.
+        # A CUDA graph would fix which images the tokens see. Nothing was tried against this, because it needs a GPU.
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-        # A prompt is read at once with its images, so they must fit into one step.
+        # A prompt is read in one step together with its images, so the images must fit into one step.
         vllm_config.model_config.hf_config.tokens_of_a_step = vllm_config.scheduler_config.max_num_batched_tokens
 
 
 def _refused_options(vllm_config: Any) -> list[tuple[str, str]]:
-    """Options of the engine that are not served, and why."""
+    """Returns the given options of the engine that are not served, each with the reason."""
     parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
     pipeline, context = parallel.pipeline_parallel_size, parallel.decode_context_parallel_size
     rounded = cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16")
@@ -99,9 +100,9 @@ def _refused_options(vllm_config: Any) -> list[tuple[str, str]]:
 def repair_order() -> None:
     """Makes the model runner encode images in the order of its batch.
 
-    The images of a step come to the model in the order in which the scheduler chose the requests, but their places in
-    the cache are in the order of the batch. The two differ if a preempted request starts again in the same step as a
-    new one: each would get the other's images.
+    In vLLM 0.32, the model gets the images of a step in the order in which the scheduler has chosen the requests, but
+    their places in the cache are in the order of the batch. The two orders differ if a preempted request starts again
+    in the same step as a new request. Each request would then get the images of the other one.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -122,9 +123,10 @@ def repair_order() -> None:
 
 
 def engine_registrations(architectures: set[str]) -> list[Callable[[], object]]:
-    """Registers what is told by the class of a configuration or the name of an architecture, when they are called.
+    """Returns functions that register the classes of this file with vLLM when they are called.
 
-    The last one is the only one that other models meet: their configurations pass through [`ConfigParser`].
+    vLLM selects most of these classes by the class of a configuration or by the name of an architecture, so they do not
+    affect other models. The exception is [`ConfigParser`], which reads the configurations of all models.
     """
     found: list[Callable[[], object]] = [
         lambda: TokenizerRegistry.register(CHATS, "vllm.tokenizers.hf", "CachedHfTokenizer"),

@@ -1,7 +1,7 @@
-"""Keeps what tower and connector made of pictures, so that a second question about a picture runs no tower.
+"""Keeps the image tokens of images, so that a second question about an image does not run the vision tower again.
 
-vLLM 0.32 shares nothing between requests of an encoder-decoder model: each one projects its own keys and values, and
-would run the tower again. The features lie in host memory, which the engine does not measure.
+vLLM 0.32 shares nothing between requests of an encoder-decoder model. Each request projects keys and values of its own,
+and would also run the tower again. The image tokens are kept in host memory, which the engine does not measure.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ OPTION = "hf_xattn_image_bytes"
 
 
 def keys_of(pixels: torch.Tensor, aspect_ratio_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """A name of each image's content, `(num_images, 4)` integers of a SHA-256 of its pixels `(num_images, ...)`.
+    """Returns a name for the content of each image: the SHA-256 of its pixels, as `(num_images, 4)` integers.
 
-    The names are made of what the tower reads: a client may give two pictures the same identifier. Tiles have an order,
-    which `aspect_ratio_ids` `(num_images,)` names.
+    A name from the client would not be safe, because a client may give two images the same identifier.
+
+    Args:
+        pixels (`torch.Tensor`): `(num_images, ...)`.
+        aspect_ratio_ids (`torch.LongTensor`, *optional*): `(num_images,)`, the arrangement of the tiles of each image.
     """
     names = []
     ratios = [None] * len(pixels) if aspect_ratio_ids is None else aspect_ratio_ids.tolist()
@@ -34,25 +37,25 @@ def keys_of(pixels: torch.Tensor, aspect_ratio_ids: torch.Tensor | None = None) 
 
 
 class ImageFeatures:
-    """The features of the images that were asked for last.
+    """Keeps the image tokens of the images that were used last.
 
     Args:
-        max_bytes (`int`): of all features. 0 = keep none.
+        max_bytes (`int`): largest number of bytes of all image tokens. 0 = keep none.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES):
-        self.max_bytes, self.nbytes = int(max_bytes), 0  # a text fails here, not at the first picture
+        self.max_bytes, self.nbytes = int(max_bytes), 0  # `int` raises here for a text, and not at the first image.
         self.kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
     def read(
         self, pixels: torch.Tensor, keys: list[bytes], encode: Callable[[list[int]], torch.Tensor]
     ) -> torch.Tensor:
-        """The features of images, `(num_images, tokens, context_size)`.
+        """Returns the image tokens of images, `(num_images, tokens, context_size)`.
 
         Args:
-            pixels (`torch.Tensor`): `(num_images, ...)`, whose device the features get.
-            keys (`list[bytes]`): names of their contents.
-            encode (`Callable`): makes the features of the images with these indices.
+            pixels (`torch.Tensor`): `(num_images, ...)`. The image tokens are returned on the device of the pixels.
+            keys (`list[bytes]`): names of the contents of the images.
+            encode (`Callable`): takes indices of images, and computes the image tokens of these images.
         """
         known = {key: self.kept[key] for key in keys if key in self.kept}
         missing = [index for index, key in enumerate(keys) if key not in known and key not in keys[:index]]

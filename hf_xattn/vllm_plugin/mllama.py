@@ -1,7 +1,8 @@
 """Llama 3.2 Vision (`MllamaForConditionalGeneration`) on vLLM, which lost this model after 0.10.2.
 
-The engine sees the model that the importer would make of the checkpoint, and its answers are those of transformers'
-Mllama: at a text position that sees no image, also an average of all image tokens (see `importers/mllama.py`).
+The engine gets the model that the importer would make of the checkpoint (see `importers/mllama.py`). The answers are
+those of transformers' Mllama, which differs in one point from a model of this package: a text position that sees no
+image attends to all image tokens.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ ARCHITECTURE = "MllamaForConditionalGeneration"
 
 
 def is_mllama(config: XAttnConfig) -> bool:
-    """Whether the checkpoint is Mllama's own, and not one that the importer wrote."""
+    """Whether the checkpoint is an original Mllama checkpoint, and not one that the importer wrote."""
     return config.architectures == [ARCHITECTURE]
 
 
 def as_xattn(config: MllamaConfig) -> XAttnConfig:
-    """The configuration of the model that the importer would make. Raises a `ValueError` for one that cannot be."""
+    """Returns the configuration of the model that the importer would make.
+
+    Raises a `ValueError` if the importer cannot import such a model.
+    """
     target = recipe(config).config
     target.architectures = [ARCHITECTURE]
     return target
 
 
 def as_saved(weights: Iterable[tuple[str, torch.Tensor]], config: XAttnConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights of an Mllama checkpoint, under the names of a folder of this package.
+    """Yields the weights of an Mllama checkpoint, with the names that they have in a folder of this package.
 
     Raises:
         ValueError: for a name that Mllama does not have.
@@ -49,7 +53,10 @@ def as_saved(weights: Iterable[tuple[str, torch.Tensor]], config: XAttnConfig) -
 
 
 def processor_of(model_config: Any) -> XAttnProcessor:
-    """Loads the processor of the folder that the engine serves, as `generate` would use it. `model_config`: its."""
+    """Loads the processor of the folder that the engine serves. `model_config` is the engine's.
+
+    It is the processor that one would use with `generate`.
+    """
     options = {"revision": model_config.tokenizer_revision, "trust_remote_code": model_config.trust_remote_code}
     if is_mllama(model_config.hf_config):
         given: Any = MllamaProcessor.from_pretrained(model_config.tokenizer, **options)
@@ -60,5 +67,5 @@ def processor_of(model_config: Any) -> XAttnProcessor:
 
 
 def written_prompt(text: str, processor: Any) -> str:
-    """A plain text as `MllamaProcessor` writes it: with the BOS token, after the image markers that it starts with."""
+    """Returns a plain text as `MllamaProcessor` writes it: the BOS token comes after the markers at the beginning."""
     return build_string_from_input(text, processor.tokenizer.bos_token, processor.image_token)

@@ -1,4 +1,4 @@
-"""The model class that vLLM runs: its own decoder with our blocks, and our vision tower and connector."""
+"""The model class that vLLM runs: a decoder of vLLM with blocks of this package, its vision tower and its connector."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        return None  # the model's chat template places the markers
+        return None  # The chat template of the model writes the markers.
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__()
@@ -69,12 +69,13 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
         self.kernel_name = "cross_attention_blocks.0.attn.kernel"
         self.image_features = ImageFeatures(vllm_config.additional_config.get(OPTION, DEFAULT_BYTES))
         self.tiled = config.vision_config.model_type in TILED_VISION_TYPES
-        self.tokens_per_image = 0  # known when the first image is encoded
+        self.tokens_per_image = 0  # It is set when the first image is encoded.
 
     def embed_multimodal(self, **kwargs: Any) -> list[torch.Tensor]:
-        """Runs tower and connector on new pictures. Returns `(image tokens, context_size)` for each request.
+        """Runs the vision tower and the connector on new images.
 
-        With tiles, these are the tokens of padding tiles, too, and a last column tells them apart.
+        Returns image tokens `(image tokens, context_size)` for each request. With a tiled tower, they include the
+        tokens of padding tiles, and one more column says which tokens belong to real tiles (see [`with_real`]).
         """
         pixels, names = list(kwargs["pixel_values"]), list(kwargs["picture_names"])
         counts = [len(each) for each in pixels]
@@ -113,7 +114,13 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
         encoder_outputs: list[torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """`input_ids`, `positions`: `(tokens,)`. `encoder_outputs`: images of the prompts that begin in this step."""
+        """Computes the hidden states of one step.
+
+        Args:
+            input_ids, positions (`torch.LongTensor`): `(tokens,)`, the tokens of all requests of the step.
+            encoder_outputs (`list[torch.Tensor]`, *optional*): results of [`embed_multimodal`] for the prompts with
+                images that begin in this step.
+        """
         context = get_forward_context()
         if context.attn_metadata is not None:
             metadata = context.attn_metadata[self.kernel_name]
@@ -137,14 +144,14 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
         logits = self.language_model.compute_logits(hidden_states)
         added = self.config.additional_vocab_size
         if logits is not None and added and not self.config.additional_vocab_in_head:
-            logits[..., -added:] = -torch.inf  # tokens that the model reads, but does not generate
+            logits[..., -added:] = -torch.inf  # The model reads these tokens, but must not generate them.
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads a saved folder: the parts have the names that they have in their own checkpoints.
+        """Loads the weights of a saved folder. The weights of a part have the names of the part's own checkpoints.
 
         Raises:
-            ValueError: for a weight that is missing, or that has no place.
+            ValueError: for a weight that is missing, and for a weight that the model does not have.
         """
         of_adapter = weights_of_folder(*self.source)
         if of_adapter is not None:
@@ -168,7 +175,7 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
                     getattr(own[place], "weight_loader", default_weight_loader)(own[place], weight)
                     loaded.add(place)
                 else:
-                    raise ValueError(f"The checkpoint has a weight of a block without a place: {place}.")
+                    raise ValueError(f"Expected weights of blocks that the model has, got {place} in the checkpoint.")
 
         added = with_additional(of_decoder(), self.served, self.config.additional_vocab_size)
         of_text = self.language_model.load_weights(added)
@@ -180,5 +187,8 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
             loaded |= {f"{part}.{name}" for name in module.state_dict()}
         missing = [name for name in own if block_weight(name) is not None and name not in loaded]
         if missing:
-            raise ValueError(f"The checkpoint lacks {len(missing)} weights of the blocks: {', '.join(missing[:5])}.")
+            raise ValueError(
+                f"Expected all weights of the blocks in the checkpoint, but it lacks {len(missing)}: "
+                f"{', '.join(missing[:5])}."
+            )
         return loaded

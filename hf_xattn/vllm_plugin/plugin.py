@@ -1,10 +1,10 @@
 """The entry point: vLLM calls [`register`] at each start, in each of its processes, whatever model it will serve.
 
-vLLM catches no error of a plug-in, so an exception here would stop an engine that serves somebody else's model. An
-engine without this package's models must start as if the package were not installed.
+vLLM catches no error of a plug-in. An exception here would stop an engine that serves a model of another package. Such
+an engine must start as if this package were not installed.
 
-vLLM promises no stable names to plug-ins. So what this package uses of vLLM beyond the documented interface of models
-stands in tables here, with the versions in which it was seen. A test compares them with the installed vLLM.
+vLLM does not promise stable names to plug-ins. The tables in this file therefore list all names of vLLM that this
+package uses, and the versions that have them. A test compares the tables with the installed vLLM.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 
 
 ARCHITECTURES = ("XAttnForConditionalGeneration", "MllamaForConditionalGeneration")
-# First and last version that the tests ran with.
+# The oldest and the newest version with which the tests ran.
 OLDEST, NEWEST = "0.32.0", "0.32.0"
 
-# Module, and the names that are used of it.
+# Modules of vLLM, each with the names that are imported from it.
 NAMES = {
     "vllm.config.compilation": "CUDAGraphMode",
     "vllm.distributed.parallel_state": "get_tensor_model_parallel_world_size",
@@ -47,7 +47,7 @@ NAMES = {
     "vllm.utils.torch_utils": "direct_register_custom_op",
     "vllm.v1.worker.gpu_model_runner": "GPUModelRunner",
 }
-# Private ones: methods of classes above, or of their bases, where they are defined.
+# Private methods, each with the class that defines it: a class of the table above, or its base class.
 PRIVATE = {
     "_tokenize_singleton_prompt": "vllm.renderers.base.BaseRenderer",
     "_tokenize_singleton_prompt_async": "vllm.renderers.base.BaseRenderer",
@@ -55,14 +55,14 @@ PRIVATE = {
     "_get_dummy_images": "vllm.multimodal.processing.dummy_inputs.BaseDummyInputsBuilder",
 }
 
-logger = logging.getLogger("vllm.hf_xattn")  # below vLLM's own, which prints the process and the time
+logger = logging.getLogger("vllm.hf_xattn")  # A child of vLLM's logger, which prints the process and the time.
 
 
 def register() -> None:
-    """Tells vLLM of the model class, and of what its configuration means to the engine.
+    """Registers the model class and the classes that read its configuration with vLLM.
 
-    An architecture that this vLLM has itself stays vLLM's. Whatever fails becomes one warning: then nothing is
-    registered, and only a folder of this package fails, with the same reason.
+    If vLLM itself has one of the architectures, vLLM's class stays. If anything fails, this logs one warning and
+    registers nothing. Then only folders of this package fail, with the same reason.
     """
     try:
         for registration in _registrations():
@@ -72,7 +72,7 @@ def register() -> None:
 
 
 def _registrations() -> list[Callable[[], object]]:
-    """All imports and look-ups. Returns what is left to do, which changes vLLM."""
+    """Does all imports and checks, which may fail. Returns the functions that then change vLLM."""
     from vllm.model_executor.models import ModelRegistry
 
     import hf_xattn  # noqa: F401  # registers the configuration and the processor with transformers
@@ -88,7 +88,7 @@ def _registrations() -> list[Callable[[], object]]:
 
 
 def refuse(reason: str) -> None:
-    """Warns, and makes folders of this package fail with the reason, where vLLM reads their configuration."""
+    """Logs a warning, and makes folders of this package fail with the reason when vLLM reads their configuration."""
     logger.warning("%s. Other models are not affected.", reason)
     try:
         from transformers import AutoConfig, PreTrainedConfig
@@ -108,14 +108,14 @@ def refuse(reason: str) -> None:
 
 
 def missing_names() -> list[str]:
-    """The names of both tables that the installed vLLM lacks, each with its module. Imports nothing but `vllm`."""
+    """Returns the names of both tables that the installed vLLM lacks, each with its module. Only imports `vllm`."""
     wanted = [(module, name) for module, names in NAMES.items() for name in names.split()]
     wanted += [(owner.rpartition(".")[0], name) for name, owner in PRIVATE.items()]
     return [f"`{name}` of `{module}`" for module, name in wanted if name not in source(module)]
 
 
 def source(module: str) -> str:
-    """The source code of a module of vLLM, or nothing if there is none."""
+    """Returns the source code of a module of vLLM. An empty text if there is no such module."""
     import vllm
 
     path = Path(vllm.__path__[0]).joinpath(*module.split(".")[1:])

@@ -1,7 +1,7 @@
-"""Turns a request into what the engine keeps of it: the prompt's tokens, and its images as one item.
+"""Turns a request into the form that the engine keeps: the tokens of the prompt, and all its images as one item.
 
-The images of a request are one item, because the engine takes one encoder input for each request. The item has one
-place in the cache for each image token that the generated text sees; the tokens of other images are needed only while
+The images of a request are one item, because the engine takes one encoder input for each request. The item gets one
+place in the cache for each image token that the generated text sees. The tokens of other images are only needed while
 the prompt is read (see `steps.py`).
 """
 
@@ -29,12 +29,12 @@ from .mllama import processor_of
 from .served import check_markers, last_seen
 
 
-# vLLM's name of the kind of item.
+# vLLM's name for images among the kinds of input.
 IMAGE = "image"
 
 
 class XAttnProcessingInfo(BaseProcessingInfo):
-    """What the engine asks of a model before any request."""
+    """Answers the questions that the engine asks about a model before any request."""
 
     def get_hf_config(self) -> XAttnConfig:
         return self.ctx.get_hf_config(XAttnConfig)
@@ -51,7 +51,7 @@ class XAttnProcessingInfo(BaseProcessingInfo):
 
     @property
     def most_images(self) -> int:
-        """How many images fit into one step of the engine, at least one."""
+        """Number of images that fit into one step of the engine. It is at least 1."""
         of_step = getattr(self.get_hf_config(), "tokens_of_a_step", None)
         count = 1 if of_step is None else max(1, of_step // self.tokens_per_image)
         perceiver = self.get_hf_config().perceiver_config
@@ -61,9 +61,9 @@ class XAttnProcessingInfo(BaseProcessingInfo):
 
     @property
     def tokens_per_image(self) -> int:
-        """The most image tokens that tower and connector make of a picture: those of all its tiles.
+        """Largest number of image tokens of an image, with all its tiles.
 
-        Kept with the configuration: the engine makes a new object of this class for each chat.
+        The number is stored in the configuration, because the engine makes a new object of this class for each chat.
         """
         config: Any = self.get_hf_config()
         if not hasattr(config, "tokens_per_image"):
@@ -84,7 +84,10 @@ class XAttnProcessingInfo(BaseProcessingInfo):
 
     @functools.cached_property
     def pixel_shape(self) -> tuple[int, ...]:
-        """`(channels, height, width)` that the image processor makes of a picture. Of tiles: their number first."""
+        """Shape of an image after the image processor: `(channels, height, width)`.
+
+        With tiles, the shape is `(max_num_tiles, channels, height, width)`.
+        """
         return tuple(self.processor(images=[Image.new("RGB", (64, 64))])["pixel_values"].shape[2:])
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
@@ -92,11 +95,11 @@ class XAttnProcessingInfo(BaseProcessingInfo):
 
     @property
     def skip_prompt_length_check(self) -> bool:
-        return True  # images take no place in the prompt
+        return True  # Images take no place in the prompt.
 
 
 class XAttnDummyInputs(BaseDummyInputsBuilder[XAttnProcessingInfo]):
-    """The largest request, for which the engine measures memory."""
+    """Builds the largest possible request, with which the engine measures memory."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         processor = self.info.processor
@@ -112,7 +115,7 @@ class XAttnDummyInputs(BaseDummyInputsBuilder[XAttnProcessingInfo]):
 class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
     """Reads the images of a request with the model's own processor. The tokens of the prompt stay as they are."""
 
-    # A decoder's prompt is complete: without this, the engine puts a token in front of it.
+    # The prompt of a decoder is complete. Without this field, the engine would put a token before it.
     skip_decoder_start_token = True
 
     def create_encoder_prompt(self, prompt: list[int], mm_items: Any) -> list[int]:
@@ -130,15 +133,15 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
         """Makes one item of all images of a request.
 
         Raises:
-            ValueError: for image embeddings, options of the processor, another number of markers than of images, and
-                pictures of another size than others.
+            ValueError: for image embeddings, for options of the processor, if the number of markers differs from the
+                number of images, and for images that the image processor turns into tensors of different sizes.
         """
         prompt: list[int] = list(inputs.prompt)
         pictures = _pictures(inputs.mm_data_items)
         if inputs.hf_processor_mm_kwargs:
             raise ValueError(
-                "Expected no `mm_processor_kwargs`: the pictures are read as the model's processor is configured, got "
-                f"{sorted(inputs.hf_processor_mm_kwargs)}."
+                f"Expected no `mm_processor_kwargs`, got {sorted(inputs.hf_processor_mm_kwargs)}. The model's "
+                "processor reads all images with its own settings. Leave the argument out."
             )
         config, info = self.info.get_hf_config(), self.info
         check_markers(info.processor, prompt, len(pictures))
@@ -147,13 +150,13 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
         with timing_ctx.record("apply_hf_processor"):
             try:
                 made = info.processor(images=[pictures])
-            except TypeError as error:  # the server tells clients of a ValueError
+            except TypeError as error:  # vLLM's server passes only the message of a ValueError to the client.
                 raise ValueError(str(error)) from error
         made = {name: made[name] for name in ("pixel_values", *TILE_INPUTS) if name in made}
         pixels, tokens = made["pixel_values"][0], info.tokens_per_image
         if tuple(pixels.shape[1:]) != info.pixel_shape:
             raise ValueError(
-                f"Expected the image processor to make all pictures of one size, {info.pixel_shape}, got "
+                f"Expected the image processor to return images of one shape, {info.pixel_shape}, got "
                 f"{tuple(pixels.shape[1:])}. Set its `do_resize` or `size`."
             )
         lengths = [tokens] * len(pictures)
@@ -162,7 +165,8 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
         names = keys_of(pixels, made["aspect_ratio_ids"][0] if "aspect_ratio_ids" in made else None)
         found = BatchFeature({**made, "picture_names": names[None]})
         items = MultiModalKwargsItems.from_hf_inputs(found, self._get_mm_fields_config(found, {}))
-        # Of the pixels, not a client's identifier: two pictures may have one. And of the length in the cache.
+        # Items with the same name count as equal. The name is made from the pixels, because a client may give two
+        # images the same identifier, and from the number of images that need places in the cache.
         name = f"{names.numpy().tobytes().hex()}-{seen}"
         place = PlaceholderRange(offset=0, length=sum(lengths[len(lengths) - seen :]))
         read = mm_input(
@@ -175,8 +179,8 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
 
 
 def _pictures(items: Any) -> list[Any]:
-    """The pictures of a request. Raises a `ValueError` for anything else."""
+    """Returns the images of a request. Raises a `ValueError` for anything else."""
     unknown = sorted(set(items) - {IMAGE})
     if unknown or not isinstance(items[IMAGE], ImageProcessorItems):
-        raise ValueError(f"Expected pictures, got {', '.join(unknown) or 'image embeddings'}.")
+        raise ValueError(f"Expected images, got {', '.join(unknown) or 'image embeddings'}.")
     return items[IMAGE].get_all()

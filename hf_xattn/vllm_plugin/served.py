@@ -1,7 +1,8 @@
-"""What of a model is served on vLLM. What is not is refused by name when the model loads. Imports no vLLM.
+"""Says which models vLLM can serve. Any other model raises an error that names the reason when it is loaded.
 
-An engine that leaves something out would give wrong text without an error. So every field of the configurations stands
-in a table of `tests/vllm_plugin/test_served.py`: a new one must be served, or refused here, before it is added there.
+An engine that ignored a setting of a model would give wrong text without an error. So a table in
+`tests/vllm_plugin/test_served.py` lists every field of the configurations. A new field must be served, or refused here,
+before it is added to that table. This file does not import vLLM.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from ..utils.parts import named_parts
 class Decoder(NamedTuple):
     """A text model of vLLM."""
 
-    architecture: str  # the class, by its name in vLLM's registry
-    layers: str = "model.layers"  # where the class keeps its layers
-    embedding: str = "model.embed_tokens"  # the embedding, and with `head` the head, by their names in a checkpoint
-    head: str = "lm_head"
+    architecture: str  # name of the class in vLLM's registry
+    layers: str = "model.layers"  # attribute in which the class keeps its layers
+    embedding: str = "model.embed_tokens"  # name of the embedding in a checkpoint
+    head: str = "lm_head"  # name of the head in a checkpoint
 
 
-# By `model_type`. Each was compared with `generate`; a test runs all of them.
+# The decoders that are served, by `model_type`. A test compares each of them with `generate`.
 DECODERS = {
     "gemma2": Decoder("Gemma2ForCausalLM"),
     "gemma3_text": Decoder("Gemma3ForCausalLM"),
@@ -39,11 +40,11 @@ DECODERS = {
     "qwen3": Decoder("Qwen3ForCausalLM"),
     "qwen3_moe": Decoder("Qwen3MoeForCausalLM"),
 }
-SCALED = ("gemma2", "gemma3_text")  # those that multiply what their embedding returns
+SCALED = ("gemma2", "gemma3_text")  # decoders that scale the output of their embedding
 
 
 def _why_not_served(config: PreTrainedConfig) -> str | None:
-    """Why a model with this configuration is not served on vLLM, or None."""
+    """Returns the reason why a model with this configuration is not served on vLLM. None if it is served."""
     if not isinstance(config, XAttnConfig):
         return f"a configuration of type {type(config).__name__}"
     block, decoder = config.cross_attention_config, config.text_config.model_type
@@ -56,7 +57,7 @@ def _why_not_served(config: PreTrainedConfig) -> str | None:
     if decoder not in DECODERS:
         return f"the decoder {decoder!r}: it was not compared with vLLM. Served are {', '.join(sorted(DECODERS))}"
     if decoder in SCALED and config.additional_vocab_size and not config.additional_vocab_scaled:
-        # vLLM scales all rows of one table.
+        # vLLM keeps added rows in the same table, and scales all rows of it.
         return f"`additional_vocab_scaled=False` with the decoder {decoder!r}, whose embedding is scaled"
     for parts, name in named_parts(config):
         if parts.is_own(name):
@@ -65,7 +66,7 @@ def _why_not_served(config: PreTrainedConfig) -> str | None:
 
 
 def check_served(config: PreTrainedConfig) -> None:
-    """Raises a `ValueError` that names what of a model is not served on vLLM."""
+    """Raises a `ValueError` with the reason if a model is not served on vLLM."""
     if reason := _why_not_served(config):
         raise ValueError(f"hf_xattn does not serve this model on vLLM, because of {reason}. `hf-xattn serve` does.")
 
@@ -83,13 +84,13 @@ def check_markers(processor: Any, tokens: list[int], num_images: int) -> None:
 
 
 def last_seen(rule: str, markers: list[bool], num_images: int) -> int:
-    """How many images, the last ones, the text sees that follows a prompt.
+    """Returns the number of images that the text after a prompt sees. These are always the last images.
 
     Args:
         rule (`str`): `image_visibility`.
-        markers (`list[bool]`): of each token of the prompt, whether it is an image marker. Markers beyond the number
-            of images count for none.
-        num_images (`int`): of the request.
+        markers (`list[bool]`): whether each token of the prompt is an image marker. Markers beyond the number of images
+            do not count.
+        num_images (`int`): number of images of the request.
 
     Raises:
         ValueError: if the rule follows markers, and the prompt has too few.

@@ -1,11 +1,12 @@
-"""What the tokens of one step of the engine see.
+"""Decides what the tokens of one step of the engine see.
 
-A step computes tokens of many requests: all tokens of the prompts that begin, and one token of each that goes on. What
-a token sees is read anew in each step, from what the engine keeps of its request:
+A step computes tokens of many requests: all tokens of prompts that begin, and one token of each request that continues.
+In contrast to `cache/visibility.py`, no progress is stored between steps. Each step reads what a token sees from the
+data that the engine keeps for the request:
 
-- A request that goes on sees what its cache holds. The engine knows how many image tokens these are; 0 is a request
-  without images, whose tokens keep their hidden states.
-- A prompt that begins brings its images. Its markers and the rule of the model decide for each of its tokens.
+- A request that continues sees the image tokens that its cache holds. The engine knows their number. If the number is
+  0, the request has no images, and its tokens keep their hidden states.
+- A prompt that begins brings its images. Its markers and `image_visibility` decide for each of its tokens.
 """
 
 from __future__ import annotations
@@ -21,38 +22,43 @@ from ..cache.visibility import image_order, visible_images
 class Masked(NamedTuple):
     """A prompt whose tokens see different images."""
 
-    text: slice  # its tokens in the step
-    images: slice  # its image tokens in `Step.states`
+    text: slice  # the tokens of the prompt among those of the step
+    images: slice  # the image tokens of the prompt in `Step.states`
     mask: torch.Tensor  # `(text_len, image tokens)`, True = attend
 
 
 class Images(NamedTuple):
-    """What the images of a model are to its text."""
+    """The settings of a model that decide what its text sees of the images."""
 
     rule: str  # `image_visibility`
     image_token_id: int | None
-    tokens: int  # of one image, with its padding tiles
-    tiled: bool = False  # a last column says which image tokens are of a real tile
-    unseeing_reads_all: bool = False  # Mllama: text that sees no image attends to all tokens, and gets no MLP
+    tokens: int  # number of tokens of an image, with its padding tiles
+    tiled: bool = False  # whether image tokens have one more column, which says if they belong to a real tile
+    unseeing_reads_all: bool = False  # Mllama: text that sees no image attends to all tokens, and skips the MLP
 
 
 class Step(NamedTuple):
+    """What the tokens of one step see."""
+
     visible: torch.Tensor  # `(tokens, 1)`, False for a token that sees no image
-    attends: torch.Tensor  # `(tokens, 1)`, the same but for `Images.unseeing_reads_all`
-    states: torch.Tensor | None = None  # `(image tokens, context_size)` of the prompts that begin; None if none does
-    stored: torch.Tensor | None = None  # indices of the image tokens that the cache keeps; None: all, in order
-    masked: tuple[Masked, ...] = ()
+    attends: torch.Tensor  # `(tokens, 1)`, True for a token that attends: `visible`, or `Images.unseeing_reads_all`
+    states: torch.Tensor | None = None  # `(image tokens, context_size)` of all prompts that begin. None without any
+    stored: torch.Tensor | None = None  # indices of the image tokens that the cache keeps. None: all of them, in order
+    masked: tuple[Masked, ...] = ()  # the prompts that need a mask
 
 
 def request_of_token(query_start_loc: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The index of each token's request, `(tokens,)`. Reads no value on the host: the step may be recorded."""
+    """Returns the index of the request to which each token belongs, `(tokens,)`.
+
+    No value is read on the host, so that the step could be recorded as a CUDA graph.
+    """
     places = torch.arange(num_tokens, device=query_start_loc.device, dtype=query_start_loc.dtype)
     index = torch.searchsorted(query_start_loc[1:], places, right=True)
     return index.clamp(max=query_start_loc.shape[0] - 2)
 
 
 def read_step(metadata: Any, num_tokens: int) -> Step:
-    """A step without new images. `metadata`: the engine's, of a cross-attention layer."""
+    """Reads a step without new images. `metadata` is the engine's metadata of a cross-attention layer."""
     requests = request_of_token(metadata.query_start_loc, num_tokens)
     visible = (metadata.seq_lens > 0)[requests][:, None]
     return Step(visible, visible)
@@ -61,14 +67,18 @@ def read_step(metadata: Any, num_tokens: int) -> Step:
 def read_step_with_images(
     metadata: Any, input_ids: torch.Tensor, positions: torch.Tensor, given: list[torch.Tensor], images: Images
 ) -> Step:
-    """A step in which prompts with images begin.
+    """Reads a step in which prompts with images begin.
 
     Args:
+        metadata: the engine's metadata of a cross-attention layer.
         input_ids, positions (`torch.LongTensor`): `(tokens,)`.
-        given (`list[torch.Tensor]`): `(image tokens, context_size)` of each such prompt, in the order of the batch.
+        given (`list[torch.Tensor]`): image tokens `(image tokens, context_size)` of each prompt with images that
+            begins, in the order of the batch.
+        images ([`Images`]): settings of the model.
 
     Raises:
-        RuntimeError: if images and prompts do not fit together. The engine would give an answer to other images.
+        RuntimeError: if images and prompts do not fit together. Otherwise a prompt would be answered with the images of
+            another one.
     """
     step = read_step(metadata, input_ids.shape[0])
     visible, attends = step.visible.clone(), step.visible.clone()
@@ -79,17 +89,21 @@ def read_step_with_images(
         if length > 0 and starts[request + 1] > starts[request] and int(positions[starts[request]]) == 0
     ]
     if len(begins) != len(given):
-        raise RuntimeError(f"{len(begins)} prompts with images begin, but the engine passed images of {len(given)}.")
+        raise RuntimeError(
+            f"Expected images for the {len(begins)} prompts with images that begin in this step, got images of "
+            f"{len(given)} prompts from the engine."
+        )
     read, stored, masked, first = [], [], [], 0
     for request, states in zip(begins, given):
         states, real = split_real(states) if images.tiled else (states, None)
         text, count = slice(starts[request], starts[request + 1]), states.shape[0]
         mask = _tokens_seen(images, input_ids[text], count, real)
-        # Text after the prompt sees what its last token sees, and the cache keeps that.
+        # Text after the prompt sees what the last token of the prompt sees. The cache only keeps these image tokens.
         kept = mask[-1].nonzero()[:, 0]
         if len(kept) != lengths[request]:
             raise RuntimeError(
-                f"The text after a prompt sees {len(kept)} image tokens, but the engine keeps {lengths[request]}."
+                f"Expected the engine to keep the {len(kept)} image tokens that the text after a prompt sees, got "
+                f"{lengths[request]}."
             )
         seeing = mask.any(dim=-1)
         if images.unseeing_reads_all:
@@ -105,27 +119,27 @@ def read_step_with_images(
 
 
 def with_real(features: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Image tokens `(..., context_size)` with one more column: 1 for a token of a real tile, 0 for padding.
+    """Appends a column to image tokens `(..., context_size)`: 1 for a token of a real tile, 0 for padding.
 
-    The engine carries one tensor for each request, and nothing beside it.
+    The engine carries only one tensor for each request, so there is no other place for this mask.
     """
     return torch.cat([features, real[..., None].to(features.dtype)], dim=-1)
 
 
 def split_real(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Undoes [`with_real`]."""
+    """Undoes [`with_real`]: returns the image tokens, and the mask of the tokens of real tiles."""
     return states[..., :-1], states[..., -1] != 0
 
 
 def _tokens_seen(images: Images, input_ids: torch.Tensor, count: int, real: torch.Tensor | None) -> torch.Tensor:
-    """Which of `count` image tokens each token of a prompt sees, `(text_len, count)`."""
+    """Returns which of `count` image tokens each token of a prompt sees, `(text_len, count)`."""
     markers = input_ids.eq(-1 if images.image_token_id is None else images.image_token_id)
     sees = _images_seen(images.rule, markers, count // images.tokens).repeat_interleave(images.tokens, dim=1)
     return sees if real is None else sees & real
 
 
 def _images_seen(rule: str, markers: torch.Tensor, num_images: int) -> torch.Tensor:
-    """Which images each token of a prompt sees, `(text_len, num_images)`."""
+    """Returns which images each token of a prompt sees, `(text_len, num_images)`."""
     order = image_order(markers.new_ones(1, num_images))
     if rule == "all":
         return (order > 0).expand(markers.shape[0], -1)

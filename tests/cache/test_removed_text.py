@@ -79,7 +79,7 @@ def test_a_new_picture_behind_a_system_prompt(first, call):
             return model(other, cache=cache, **given)
         return model.generate(torch.cat([system, other], 1), cache=cache, **given, **options)
 
-    with pytest.raises(ValueError, match="a part of the text that came with the images in `cache` was removed"):
+    with pytest.raises(ValueError, match="`crop` has removed a part of the text that came with the images in `cache`"):
         ask(pixel_values=b)
     ask(pixel_values=torch.cat([a, b], 1))  # the caller says that both are meant
     behind.crop(10 - behind.get_seq_length())  # a part of the answer
@@ -139,7 +139,7 @@ def test_masks_of_text_rows_are_not_those_of_images():
     other = model.encode_images(pixel_values=pixels(1, 2, 12), image_mask=torch.tensor([[False, True]]))
     model(token_ids(2, 5), cache=one, image_mask=torch.tensor([[True, True], [True, False]]))
     for call in (lambda: combine_images([one, other]), lambda: select_images(one, [0])):
-        with pytest.raises(ValueError, match="masks of 1 image rows, got masks of 2 text rows"):
+        with pytest.raises(ValueError, match="one mask for each of its 1 image rows, got 2 masks"):
             call()
 
 
@@ -218,4 +218,4 @@ def test_marker_of_removed_text(way):
         warning_once.cache_clear()
         with CaptureLogger(logging.get_logger("hf_xattn.cache.xattn_cache")) as said:
             model(ids(5, 0, seed=3), pixel_values=pixels(1, 1, seed=8), cache=cache)
-        assert ("the next markers show them, and not the new ones" in said.out) == warns
+        assert ("The next markers show these images and not the new ones" in said.out) == warns

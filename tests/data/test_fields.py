@@ -195,7 +195,7 @@ def test_a_part_with_a_text_and_a_picture(kind, key, tmp_path):
         lambda: hf_xattn.XAttnDataCollator(processor)([{"messages": messages}]),
         lambda: processor.apply_chat_template(messages, tokenize=True, return_dict=True),
     ):
-        with pytest.raises(ValueError, match=f"a part of type '{kind}' with `{key}` in it. Make two parts of it"):
+        with pytest.raises(ValueError, match=f"a part of type '{kind}' with `{key}` in it. Write two parts"):
             read()
 
 

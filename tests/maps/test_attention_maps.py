@@ -392,11 +392,11 @@ def test_grids_that_do_not_exist():
     assert attention_maps(make_model(connector_type="plain"), inputs()).grid().shape[-2:] == (4, 4)
     states = {"input_ids": token_ids(), "cross_attention_states": torch.randn(2, 16, 32)}
     for model in (make_model(), make_model(vision=False)):
-        with pytest.raises(ValueError, match="needs the size of the picture"):
+        with pytest.raises(ValueError, match="needs the size of the image"):
             attention_maps(model, states).grid()
     with torch.no_grad():
         cache = make_model().encode_images(cross_attention_states=states["cross_attention_states"])
-    with pytest.raises(ValueError, match="needs the size of the picture"):
+    with pytest.raises(ValueError, match="needs the size of the image"):
         attention_maps(make_model(), {"input_ids": token_ids(), "cache": cache}).grid()
     maps = attention_maps(make_model(), inputs())
     with pytest.raises(ValueError, match=r"`layer`.*\[1, 3\]"):

@@ -83,7 +83,7 @@ def test_images_beside_a_cache_are_refused():
     model = make_model()
     with torch.no_grad():
         cache = model.encode_images(pixel_values=pixels(1, seed=4))
-    with pytest.raises(ValueError, match="got both: `pixel_values` too"):
+    with pytest.raises(ValueError, match="got both: `cache` and `pixel_values`"):
         attention_maps(model, {"input_ids": token_ids(1), "pixel_values": pixels(1), "cache": cache})
 
 
@@ -95,7 +95,7 @@ def test_a_grid_of_unknown_form_is_refused():
     with torch.no_grad():
         cache = model.encode_images(pixel_values=wide)
     assert attention_maps(model, {"input_ids": ids, "pixel_values": wide}).grid().shape[-2:] == (2, 8)
-    with pytest.raises(ValueError, match="needs the size of the picture"):
+    with pytest.raises(ValueError, match="needs the size of the image"):
         attention_maps(model, {"input_ids": ids, "cache": cache}).grid()
 
 

@@ -41,7 +41,7 @@ def test_bases_give_it(bases, caplog, capsys):
         assert isinstance(processor, XAttnProcessor) and processor.image_token == "<image>"
         inputs = processor(text="<image> what is it ?", images=[make_picture()])
         assert inputs["pixel_values"].shape == (1, 1, 3, 32, 32) and inputs["input_ids"][0, 0] == marker
-    assert "holds no processor. It is made of the tokenizer of" in caplog.text
+    assert "holds no processor. A processor is made from the tokenizer of" in caplog.text
     make_picture().save(bases / "picture.png")
     command = ["generate", added, "--prompt", "what is it ?", "--image", bases / "picture.png"]
     assert main([str(word) for word in [*command, "--max-new-tokens", 2]]) == 0, capsys.readouterr().err
@@ -81,7 +81,7 @@ def test_bases_without_a_processor(bases, tmp_path):
         AutoProcessor.from_pretrained(added)
     added = save(bases, image_token_id=30, additional_vocab_size=1)
     make_vision_checkpoint(bases / "vision")
-    with pytest.raises(ValueError, match="tokenizer of its base .*text has no token 30, the marker of an image"):
+    with pytest.raises(ValueError, match="tokenizer of its base .*text has no token 30, which is the image marker"):
         AutoProcessor.from_pretrained(added)
 
 
@@ -92,7 +92,7 @@ def test_without_a_tower(bases):
     assert (
         not isinstance(tokenizer, ProcessorMixin) and torch.tensor(tokenizer("what is it ?")["input_ids"]).numel() == 4
     )
-    with pytest.raises(ValueError, match="`image_processor` is required. For text alone, the tokenizer is enough"):
+    with pytest.raises(ValueError, match="For texts without images, use the tokenizer"):
         AutoProcessor.from_pretrained(bases / "added")
 
 

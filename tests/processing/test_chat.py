@@ -110,8 +110,8 @@ def test_videos_in_parts():
 
 WRONG = {
     "a string": ("a dog", TypeError, "`conversation` to be a list"),
-    "empty": ([], ValueError, "`conversation` is an empty list"),
-    "empty in a batch": ([TALK, []], ValueError, "conversation 1 has no messages"),
+    "empty": ([], ValueError, "Expected `conversation` to have one message or more, got an empty list"),
+    "empty in a batch": ([TALK, []], ValueError, "conversation 1 to have one message or more"),
     "message": (["a dog"], TypeError, "message 0 of `conversation` to be a dict"),
     "no role": ([{"content": "a"}], TypeError, "message 0.*without `role`"),
     "content": ([{"role": "user", "content": 3}], TypeError, "content of message 0.*got int"),
@@ -226,7 +226,7 @@ def test_control_tokens_of_users_are_texts():
 def test_truncation_that_cuts_markers():
     """An image without its marker."""
     processor = make_processor(TEXT_TEMPLATES["concatenation"], "<image>")
-    with pytest.raises(ValueError, match="of text 0, got 1 markers and 2 images. Truncation cut"):
+    with pytest.raises(ValueError, match="of text 0, got 1 markers and 2 images. Truncation has cut"):
         processor.apply_chat_template(TALK[1:2], tokenize=True, truncation=True, max_length=4)
 
 

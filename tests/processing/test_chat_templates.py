@@ -264,7 +264,7 @@ def test_which_template():
     assert processor.apply_chat_template(chat) == "1a dog ?"
     assert processor.apply_chat_template(chat, chat_template="tool_use") == "4a dog ?"
     assert processor.apply_chat_template(chat, tools=[{"type": "function"}]) == "4a dog ?"
-    with pytest.raises(ValueError, match="none of them is called 'default': .'other'.; got None"):
+    with pytest.raises(ValueError, match=".'other'., because none of them is called 'default', got None"):
         make_processor({"other": "a"}).apply_chat_template(chat)
 
 

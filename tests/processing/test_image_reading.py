@@ -236,7 +236,7 @@ def test_do_rescale_for_values_up_to_255(processor, kind, tmp_path):
     image = picture()
     image.save(tmp_path / "a.png")
     given = {"pil": image, "uint8": np.asarray(image), "path": tmp_path / "a.png"}[kind]
-    with pytest.raises(ValueError, match="values from 0 to 1 for `do_rescale=False`, got .*Remove"):
+    with pytest.raises(ValueError, match="values from 0 to 1 for `do_rescale=False`, got .*leave `do_rescale` out"):
         processor(images=given, text="a", do_rescale=False)
 
 

@@ -25,7 +25,7 @@ def header(frames, rate=25.0, width=320, height=240):
         (header(10**6), {}, "at most 4096 frames, got 1000000"),
         (header(2**62), {}, "at most 4096 frames"),
         (header(2**62), {"fps": 1}, "at most 4096 frames"),
-        (header(9), {"num_frames": 10}, "`num_frames` is 10, and it has 9"),
+        (header(9), {"num_frames": 10}, "`num_frames` of at most 9, the number of its frames, got 10"),
         (header(9, rate=0.0), {"fps": 1}, "`fps`"),
         (header(9, rate=None), {"fps": 1}, "`fps`"),
         (header(9), {"fps": -1}, "`fps`"),
@@ -96,7 +96,7 @@ def test_the_limit_of_frames(monkeypatch):
     video = np.zeros((9, 4, 4, 3), dtype=np.uint8)
     monkeypatch.setattr(LIMITS, "max_frames", 5)
     assert len(read_frames(video, num_frames=5)) == 5
-    with pytest.raises(ValueError, match="at most 5 frames, got 9. Choose some with `num_frames`"):
+    with pytest.raises(ValueError, match="at most 5 frames, got 9. Choose fewer with `num_frames`"):
         read_frames(video)
     monkeypatch.setattr(LIMITS, "max_frames", 9)
     assert len(read_frames(list(video))) == 9
