@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, SiglipImageProcessor
 
 import hf_xattn
-from hf_xattn.training.vision_features import encode_pictures
+from hf_xattn.training.feature_encoder import encode_pictures
 
 
 WORDS = "[PAD] [UNK] User Assistant : what is it ? a picture".split()

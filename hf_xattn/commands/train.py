@@ -157,7 +157,8 @@ def run_encode_features(arguments: argparse.Namespace) -> None:
     from accelerate.utils import get_cpu_distributed_information
     from transformers import AutoModelForImageTextToText
 
-    from ..training.vision_features import encode_pictures, tower_of
+    from ..training.feature_encoder import encode_pictures
+    from ..training.vision_features import tower_of
 
     process = get_cpu_distributed_information()  # reads what the launcher has set, also on GPUs
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)

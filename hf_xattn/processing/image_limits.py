@@ -13,6 +13,9 @@ from typing import Any
 class ImageLimits:
     """Limits of the images that are read.
 
+    Args:
+        max_pixels (`int`): width times height of an image. While an image is read, it takes at most 11 bytes per pixel.
+        max_frames (`int`): number of frames of a video, after `num_frames` or `fps` has chosen some.
 
     Example:
 
@@ -22,11 +25,6 @@ class ImageLimits:
     >>> hf_xattn.IMAGE_LIMITS.max_pixels = 2**26  # the limit of this process
     >>> hf_xattn.IMAGE_LIMITS.max_pixels = 2**27  # the default
     ```
-    """
-
-    Args:
-        max_pixels (`int`): width times height of an image. While an image is read, it takes at most 11 bytes per pixel.
-        max_frames (`int`): number of frames of a video, after `num_frames` or `fps` has chosen some.
     """
 
     max_pixels: int = 2**27

@@ -325,16 +325,16 @@ def test_files_of_somebody_else(made, model, data, tmp_path, capsys):
 
 KILLED = """
 import os, signal, sys
-from hf_xattn.training import vision_features
+from hf_xattn.training import feature_encoder
 from hf_xattn.commands.main import main
-save, written = vision_features.save_file, []
+save, written = feature_encoder.save_file, []
 def save_half(tensors, path, metadata):
     save(tensors, path, metadata)
     written.append(path)
     if len(written) == 3:
         os.truncate(path, os.path.getsize(path) // 2)
         os.kill(os.getpid(), signal.SIGKILL)
-vision_features.save_file = save_half
+feature_encoder.save_file = save_half
 main(sys.argv[1:])
 """
 
