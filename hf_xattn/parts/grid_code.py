@@ -56,8 +56,8 @@ class GridCode(nn.Module):
 def code_directions(width: int, most: int) -> torch.Tensor:
     """Returns one direction for each axis and wave of the encoding, `(axes * waves, width)`.
 
-    Along its direction, a wave has a size of at most 1. Only the first `most // 4` directions are returned, in which the
-    slower waves come first, because they tell more.
+    Along its direction, a wave has a size of at most 1. Only the first `most // 4` directions are returned. The slower
+    waves come first, because they tell more.
     """
     channel = torch.arange(width)
     number = torch.arange(2 * WAVES)[:, None]  # ordered by waves; for each wave, rows come before columns
