@@ -180,8 +180,8 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
             pixel_values (`torch.Tensor`, *optional*): The images, `(batch, num_images, channels, height, width)`, or
                 `(batch, channels, height, width)` with one image for each row.
             image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, True for a real image and False for
-                padding. What a cache holds as padding stays padding: no later mask may show it. To use the same picture
-                as a real image, pass it as a new image.
+                padding. What a cache holds as padding stays padding: no later mask may show it. To use the same image
+                as a real one, pass it as a new image.
             cross_attention_states (`torch.Tensor`, *optional*): Image tokens in place of pixels, `(batch,
                 num_image_tokens, context_size)` or `(batch, num_images, tokens, context_size)`. Tower and connector do
                 not run.

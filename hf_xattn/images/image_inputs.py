@@ -82,7 +82,7 @@ class ImageAxis:
             row, image = shown.nonzero()[0].tolist()
             raise ValueError(
                 f"Expected `{name}` to hide what is padding in `cache`, got a mask that shows image {image} "
-                f"of row {row}, for which `image_mask` was False. Set its entries to False, or pass the picture as a "
+                f"of row {row}, for which `image_mask` was False. Set its entries to False, or pass it as a "
                 "new image."
             )
 
@@ -415,7 +415,7 @@ def refuse_lost_mask(pixel_values: torch.Tensor) -> None:
         row, image = padding.nonzero()[0].tolist()
         raise ValueError(
             f"Expected `image_mask` beside padding, got none, and image {image} of row {row} in `pixel_values` holds "
-            "only zeros. TRL's GRPO and RLOO pass no `image_mask`: give all their rows the same number of pictures. "
+            "only zeros. TRL's GRPO and RLOO pass no `image_mask`: give all their rows the same number of images. "
             "If this image is real, pass an `image_mask` that says so."
         )
 

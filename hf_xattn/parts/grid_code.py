@@ -42,7 +42,7 @@ class GridCode(nn.Module):
         class_token = count - side**2
         if class_token not in (0, 1):
             raise ValueError(
-                "Expected the tokens of a square picture, row by row, behind a class token or none, for "
+                "Expected the tokens of a square image, row by row, behind a class token or none, for "
                 f"`connector_type='mlp_2d'`, got {count} tokens. For other towers and sizes use 'mlp'."
             )
         channel = torch.arange(width, device=tokens.device)

@@ -93,7 +93,7 @@ def _of_blank_images(tower: PreTrainedModel, device: torch.device) -> Measured:
     if height == width and shape[1] == shape[2] != shape[3]:
         raise UnusableOutput(
             f"Expected a vision tower whose map of features is (images, channels, height, width), got a "
-            f"{type(tower).__name__}, whose map of a square picture is {shape}: its channels come last. Move them to "
+            f"{type(tower).__name__}, whose map of a square image is {shape}: its channels come last. Move them to "
             "axis 1 in its `forward`."
         )
     return Measured(shape[1], shape[2] * shape[3] if height == width and shape[2] == shape[3] else None)

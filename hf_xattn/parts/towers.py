@@ -43,7 +43,7 @@ def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
         reason = f"it reads text, too. {PASS_ITS_BASE[:-1]}"
     if reason is not None:
         raise ValueError(
-            f"Expected `{name}` to be a vision model that gives each picture features of its own, got a "
+            f"Expected `{name}` to be a vision model that gives each image features of its own, got a "
             f"{tower_class.__name__}, which cannot be a tower: {reason}."
         )
 
@@ -96,7 +96,7 @@ def check_comes_back(name: str, tower: PreTrainedModel) -> None:
 def vision_model_types() -> list[str]:
     """Returns each `model_type` whose model in transformers reads images and no text, also if it cannot be a tower."""
     names = sorted({*MODEL_MAPPING_NAMES, *CLASSES} & {*CONFIG_MAPPING})
-    return [name for name in names if name in UNTESTED or _reads_pictures_alone(name)]
+    return [name for name in names if name in UNTESTED or _reads_images_alone(name)]
 
 
 def why_no_tower(model_type: str) -> str | None:
@@ -139,7 +139,7 @@ def _class_of(model_type: str) -> type[PreTrainedModel] | None:
     return class_of_type(CONFIG_MAPPING[model_type])
 
 
-def _reads_pictures_alone(model_type: str) -> bool:
+def _reads_images_alone(model_type: str) -> bool:
     try:
         parameters = inspect.signature(_class_of(model_type).forward).parameters  # type: ignore[union-attr]
     except (ImportError, ValueError, AttributeError):  # transformers lacks the class, or a package that it needs

@@ -108,7 +108,7 @@ def test_places_that_are_not_known():
         connector_type="mlp_2d",
         vision_feature_select_strategy="default",
     )
-    with pytest.raises(ValueError, match=r"tokens of a square picture.*'mlp_2d'`, got 15 tokens"):
+    with pytest.raises(ValueError, match=r"tokens of a square image.*'mlp_2d'`, got 15 tokens"):
         dropping.get_image_features(torch.zeros(1, 1, 3, 32, 32))
     wide = retrofit(make_text(), AutoModel.from_config(ANY_SIZE["resnet"]()), connector_type="mlp_2d")
     with pytest.raises(ValueError, match=r"square images .*'mlp_2d'`, got a height of 32 and a width of 128"):
