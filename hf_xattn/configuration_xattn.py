@@ -351,7 +351,7 @@ class XAttnConfig(CheckedConfig):
         check_parts("experts_implementation", asked_experts, self.sub_configs)
         if not isinstance(self.text_config, (dict, PreTrainedConfig)):
             raise ValueError(
-                "`text_config` must be the configuration of a text-only causal language model, got "
+                "Expected `text_config` to be the configuration of a causal language model, got "
                 f"{type(self.text_config).__name__}."
             )
         perceiver: Any = self.perceiver_config
@@ -416,13 +416,14 @@ class XAttnConfig(CheckedConfig):
             features = vision_feature_size(self)
             if features != self.cross_attention_config.context_size:
                 raise ValueError(
-                    f"`connector_type={self.connector_type!r}` needs `cross_attention_config.context_size` "
-                    f"({self.cross_attention_config.context_size}) to be the vision tower's width ({features})."
+                    f"Expected `cross_attention_config.context_size` to be the vision tower's width ({features}), "
+                    f"because of `connector_type={self.connector_type!r}`, got "
+                    f"{self.cross_attention_config.context_size}."
                 )
         if self.image_visibility != "all" and self.image_token_id is None:
             raise ValueError(
                 f"`image_visibility={self.image_visibility!r}` depends on the image markers in the text: expected "
-                "`image_token_id` to be set, got None."
+                "`image_token_id` to be set, got None. Set it to the id of the marker, or use 'all'."
             )
         known = getattr(self.text_config.get_text_config(), "vocab_size", None)
         last = None if known is None else known + self.additional_vocab_size

@@ -151,7 +151,7 @@ class XAttnImagesMixin:
         )
         self._check_inserted()
         if inputs.images is None:
-            raise ValueError("`get_image_features` needs `pixel_values`.")
+            raise ValueError("`get_image_features` needs `pixel_values`, got None.")
         # If neither the call nor this configuration says what to return, the configuration of the tower decides.
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states or None
@@ -226,7 +226,9 @@ class XAttnImagesMixin:
             vision_features=vision_features,
         )
         if inputs.images is None:
-            raise ValueError("`encode_images` needs `pixel_values`, `vision_features` or `cross_attention_states`.")
+            raise ValueError(
+                "`encode_images` needs `pixel_values`, `vision_features` or `cross_attention_states`, got none of them."
+            )
         if inputs.text_mask is not None:
             raise ValueError(
                 "Expected `cross_attention_mask` of shape (batch, num_image_tokens) in `encode_images`, got a mask for "
@@ -241,8 +243,7 @@ class XAttnImagesMixin:
         if cache_dtype is not None and cross.layers and cross.cache_dtype != cache_dtype:
             raise ValueError(
                 f"Expected `cache_dtype` to be None, because the images in `cache` are not in {cache_dtype}, "
-                f'got "{cache_dtype}". '
-                "All images of a cache have one dtype."
+                f'got "{cache_dtype}". All images of a cache have one dtype.'
             )
         self.add_images(filled, inputs, TextOfCall(None, 0), made_by=self.image_identity(), cache_dtype=cache_dtype)
         return filled
@@ -333,8 +334,8 @@ class XAttnImagesMixin:
             return
         if cross.read_by not in (None, self._folder):
             raise ValueError(
-                "`cache` holds a conversation about images that a model of another `adapter_only=True` folder has "
-                "read. Go on with that model, or start from an empty cache."
+                "Expected a `cache` of this model, got one with a conversation that a model of another "
+                "`adapter_only=True` folder has read. Go on with that model, or start from an empty cache."
             )
         if cross.made_by is None:
             return

@@ -39,12 +39,12 @@ from .tower import token_mask_of
 logger = logging.get_logger(__name__)
 
 UNSEEN = (
-    "New images come behind text in `cache`, which was read without them. With `image_visibility='all'` and "
-    "without a cache all text sees them: read the whole text anew for the same answers."
+    "The text in `cache` was read before the new images came, so it has not seen them. Without a cache, all text would "
+    "see them, because of `image_visibility='all'`. For the same answers, read the whole text with an empty cache."
 )
 SEND = (
-    "Pass only the new images, or all images of the conversation from the first on, in their order and with the "
-    "padding that they had (`image_mask`), and the new ones behind them."
+    "Pass only the new images, or all images of the conversation from the first on, in their order and with their old "
+    "padding (`image_mask`), followed by the new images."
 )
 
 
@@ -273,9 +273,9 @@ def find_new(inputs: ImageInputs, digests: Digests | None, cached: ImageLayout) 
     """
     if digests is None or cached.digests is None:
         raise ValueError(
-            "`cache` holds images whose content was not recorded (they were cached in training, or combined "
-            "from caches of different kinds), so the new images cannot be compared with them. Start from an empty "
-            "cache, or from a cache of `encode_images`."
+            "Expected `cache` to hold images whose content was recorded, got a cache whose content was not recorded: "
+            "it was filled in training, or combined from caches of different kinds. New images cannot be compared with "
+            "such images. Start from an empty cache, or from a cache of `encode_images`."
         )
     known = next((part for part in cached.digests if part.of == digests.of), None)
     if known is None:
@@ -300,8 +300,9 @@ def find_new(inputs: ImageInputs, digests: Digests | None, cached: ImageLayout) 
             _is_part(image, b"".join(ours)) for image in theirs
         ):
             raise ValueError(
-                f"Expected `{digests.of}` to hold all images of `cache` in their slots, and then new ones, or only new "
-                f"images. Row {row}: {len(ours)} in the cache, got {len(theirs)}, not all new. {SEND}"
+                f"Expected `{digests.of}` to hold all images of `cache` in their slots, followed by new images, or "
+                f"only new images. In row {row} the cache holds {len(ours)} images, got {len(theirs)} images, of which "
+                f"some are in the cache. {SEND}"
             )
     return UncachedImages(inputs, digests)
 
@@ -348,9 +349,9 @@ def check_markers(markers: torch.Tensor, cached: ImageLayout, new: ImageLayout, 
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
         raise ValueError(
-            f"Row {row}: expected one image marker for each of {int((held + fresh - seen)[row])} images without one, "
-            f"got {int(found[row])}. The call gives {int(found[row])} images, which begin with those of `cache`: "
-            f"these count as the same. {SEND}"
+            f"Row {row}: expected one image marker in the new text for each image that has none yet "
+            f"({int((held + fresh - seen)[row])}), got {int(found[row])}. The call passes {int(found[row])} images, of "
+            f"which the first are those of `cache`, so they need no new marker. {SEND}"
         )
 
 
