@@ -334,8 +334,8 @@ class XAttnImagesMixin:
             return
         if cross.read_by not in (None, self._folder):
             raise ValueError(
-                "Expected a `cache` of this model, got one with a conversation that a model of another "
-                "`adapter_only=True` folder has read. Go on with that model, or start from an empty cache."
+                "`cache` holds a conversation about images that a model of another `adapter_only=True` folder has "
+                "read. Go on with that model, or start from an empty cache."
             )
         if cross.made_by is None:
             return
