@@ -10,7 +10,7 @@
     (the text model runs, with the context as a keyword argument; the blocks only read it)
     commit              writes the images, and what the text has seen of them, into the cache
 
-Only `commit` changes the cache. So a step that fails leaves the cache as it was.
+Of these functions, only `commit` changes the cache. So a step that fails leaves the cache as it was.
 """
 
 from __future__ import annotations
