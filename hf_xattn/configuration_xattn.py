@@ -75,8 +75,8 @@ class CrossAttentionConfig(CheckedConfig):
         gate_options (`dict`, *optional*): Options of a gate of your own, which reads them from here.
         gate_granularity (`str`, defaults to `"scalar"`): Shape of the gate `"tanh"`: `"scalar"` for one number, or
             `"channel"` for one number for each channel of the hidden states. Other gates ignore it.
-        gate_init (`float`, defaults to 1.0): First value of the gate, before `tanh` or `sigmoid`. Use 0.0 together with
-            `zero_init=False` to start as Flamingo does.
+        gate_init (`float`, defaults to 1.0): First value of the gate, before `tanh` or `sigmoid`. To start as Flamingo
+            does, set it to 0.0 together with `gate="tanh"` and `zero_init=False`.
         zero_init (`bool`, defaults to `True`): Whether `o_proj` and the MLP's `down_proj` start at zero, so that a
             fresh block changes nothing.
         qk_norm (`bool`, defaults to `False`): Whether queries and keys get an RMSNorm over `head_dim`, which bounds
@@ -87,10 +87,10 @@ class CrossAttentionConfig(CheckedConfig):
         quiet_softmax (`bool`, defaults to `False`): Whether the attention weights are `exp(x) / (1 + sum(exp(x)))`,
             which lets a head attend to nothing (E. Miller, "Attention Is Off By One", 2023).
         position_bias (`bool`, defaults to `False`): Whether the scores get T5's relative position bias. Use it for
-            features with an order (sound, video), and not for images. Padding takes no position; an image token that
-            a mask hides from some text tokens only is no padding.
+            features with an order (sound, video), and not for images. Tokens that are padding for their whole row are
+            not counted. Tokens that a mask hides only from some text tokens are counted.
         position_bias_num_buckets (`int`, defaults to 32): Number of buckets of the position bias, as in T5.
-        position_bias_max_distance (`int`, defaults to 128): Distance from which on all share the last bucket.
+        position_bias_max_distance (`int`, defaults to 128): All larger distances share the last bucket, as in T5.
         position (`str`, defaults to `"none"`): Name of a position encoding of your own ([`register_position`]).
         position_options (`dict`, *optional*): Options of this position encoding, which reads them from here.
         initializer_range (`float`, defaults to 0.02): Standard deviation of the random first weights.
