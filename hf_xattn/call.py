@@ -1,15 +1,16 @@
-"""The steps of one forward, in their order. Each takes what the one before has found.
+"""The steps of one forward, in the order in which `XAttnModel._run` calls them.
 
-    given_images        the image arguments, checked
-    read_call           who calls: text, images, cache
-    find_images         the images of the call: new ones pass tower and connector. None: the decoder runs as it is
-    decide              which image tokens each text token sees
-    find_keys_values    those of all images, for every block: each block projects the new ones, once
-    make_context        what the blocks get
-    (the decoder runs, with the context as a keyword argument; the blocks only read)
-    commit              the images, and what the text has seen of them, go into the cache
+    given_images        checks the image arguments
+    read_call           reads what the caller passes: text, images, cache
+    find_images         finds the images of the call; new images go through the tower and the connector. It returns None
+                        if there are no images: the text model then runs without blocks
+    decide              decides which image tokens each text token sees
+    find_keys_values    finds the keys and values of all images; each block projects those of new images, once
+    make_context        makes the context, the one argument that all blocks read
+    (the text model runs, with the context as a keyword argument; the blocks only read it)
+    commit              writes the images, and what the text has seen of them, into the cache
 
-A step that fails leaves the cache as it was: only `commit` writes.
+Of these functions, only `commit` changes the cache. So a step that fails leaves the cache as it was.
 """
 
 from __future__ import annotations
@@ -48,22 +49,22 @@ OF_TRANSFORMERS = "a cache of transformers, such as `EncoderDecoderCache(Dynamic
 class Call:
     """The checked arguments of one forward."""
 
-    text: dict[str, Any]  # the decoder's own arguments
-    rows: int  # of the text
-    length: int  # of the text
-    device: torch.device  # of the text
-    images: ImageInputs | PreparedImages  # those that `generate` has encoded, if it runs without a cache
+    text: dict[str, Any]  # the arguments of the text model itself
+    rows: int  # number of text rows
+    length: int  # number of text tokens in a row
+    device: torch.device  # device of the text
+    images: ImageInputs | PreparedImages  # `PreparedImages` if `generate` runs without a cache
     cache: XAttnCache | None  # None if nothing is cached, or if the caller's cache cannot hold images
     cross: CrossCache | None  # the image half of `cache`, or the images that `generate` has encoded
-    text_cache: Cache | None  # the cache that the decoder gets
-    starts: bool  # whether the text has no earlier text in `cache`
+    text_cache: Cache | None  # the cache that the text model gets
+    starts: bool  # whether `cache` holds no earlier text
     use_cache: bool
     output_attentions: bool
     uncached: str | None  # why this forward must not write into a cache; None if it may
     continues: bool  # whether the caller passed a cache or asked for one, so more text may follow
     trains: bool  # whether the model is in training mode and computes gradients
-    samples: Samples | None  # None if no row is packed
-    positions: torch.Tensor | None  # `(rows or 1, length)`, of the text; None if nothing in the blocks reads them
+    samples: Samples | None  # the samples of packed rows; None if no row is packed
+    positions: torch.Tensor | None  # `(rows or 1, length)`, positions of the text; None if no block reads them
 
 
 def given_images(
@@ -92,9 +93,10 @@ def read_call(
     output_attentions: bool | None,
     output_cross_attentions: bool | None,
 ) -> Call:
-    """Finds the cache of a call. The text is checked before. Arguments that are None follow the configuration.
+    """Reads what the caller of a forward passes, and finds its cache.
 
-    `text` gets the decoder's own arguments that the configuration adds.
+    The text must be checked already. An argument that is None has the value of the configuration. If the configuration
+    sets arguments of the text model, such as `output_attentions`, they are added to `text`.
 
     Raises:
         TypeError: if `cache` is not a cache of transformers.
@@ -116,7 +118,7 @@ def read_call(
     if shares_images and continues:
         refuse_to_cache("`use_cache=True`" if given_cache is None else "`cache`")
     if shares_images and getattr(model, "_is_replica", False):
-        # `DataParallel` gives the GPUs as many parts of a batch as its smallest tensor has rows.
+        # `DataParallel` cuts a batch into as many parts as its smallest tensor has rows.
         raise ValueError(
             "Expected `image_rows` in a process for each GPU, got it under `torch.nn.DataParallel`, which `Trainer` "
             "uses with several GPUs in one process: it cuts text and images into parts that do not belong together, "
@@ -170,7 +172,7 @@ def check_cache(cache: Any) -> None:
 def _find_cache(
     config: XAttnConfig, given: Any, images: ImageInputs | PreparedImages, rows: int, length: int
 ) -> XAttnCache | None:
-    """The caller's cache for text and images, or a new one; None if the caller's is for text alone."""
+    """Returns the caller's cache for text and images, or a new one. None if the caller's cache is for text alone."""
     prepared = images.cross.shared() if isinstance(images, PreparedImages) else None
     if prepared is not None and given is not None:
         raise ValueError("Expected `image_inputs`, which are for a call without a cache, or `cache`, got both.")
@@ -191,7 +193,7 @@ def _find_cache(
 
 
 def _refuse_text(cache: Cache | None, uncached: str) -> None:
-    """Raises a `ValueError` for cached text, which a layer that runs twice does not read."""
+    """Raises a `ValueError` if the cache holds text, because layers that run twice do not read it."""
     if holds_text(cache):
         raise ValueError(
             f"{uncached}, so no text can be added to `cache`, which already holds text. Call `model.eval()` and use "
@@ -200,15 +202,18 @@ def _refuse_text(cache: Cache | None, uncached: str) -> None:
 
 
 def find_images(model: Any, call: Call) -> ImagesOfCall | None:
-    """Finds the images of a call, and turns those that are new into image tokens. The cache is not changed.
+    """Finds the images of a call, and turns new images into image tokens. The cache is not changed.
 
-    Returns None if there are no images, and no block must run. A `ValueError` says why images and cache do not fit.
+    Returns None if there are no images and no block has to run.
+
+    Raises:
+        ValueError: if the images of the call and those of the cache do not fit together.
     """
     cross = call.cross
     if call.images is NO_IMAGES and not call.trains and not is_distributed():
-        # A decode step, or text alone: there is nothing to encode.
+        # In a decode step, or for a text without images, there is nothing to encode.
         return None if cross is None or cross.layout is None else ImagesOfCall(None, cross.layout, None)
-    if cross is not None and cross.layers:  # which may be rounded
+    if cross is not None and cross.layers:  # cached keys and values may be rounded
         if call.trains:
             check_not_training(cross.cache_dtype)
         if isinstance(call.images, ImageInputs) and call.images.images is not None:
@@ -236,7 +241,7 @@ def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:
     if isinstance(call.images, PreparedImages):
         return ImagesOfCall(None, call.images.cross.layout, call.images.mask)
     call.images.check_device(call.device, "text")
-    # Digests cost a pass over the images. Training does not need them, and compiled code cannot compare them.
+    # A digest costs a pass over the image. Training does not need digests, and compiled code cannot compare them.
     record = call.cache is not None and not call.trains and not torch.compiler.is_compiling()
     markers = None
     if call.samples is not None or encoder.config.image_visibility != "all":
@@ -249,7 +254,8 @@ def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:
 def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Visibility:
     """Decides which image tokens each text token of a call sees.
 
-    Raises a `ValueError` if the decision needs image markers, and these are unknown or too few.
+    Raises:
+        ValueError: if the decision needs image markers, and these are unknown or too few.
     """
     layout, mask = images.layout_of_text, images.mask
     if images.unseen:
@@ -259,7 +265,7 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Visibility:
     decided = mask is not None and mask.decides(call.length, layout.num_tokens)
     samples = None if decided else call.samples
     if config.image_visibility == "all" and mask is None and progress.is_blank and samples is None:
-        # Padding alone hides image tokens.
+        # Only padding hides image tokens.
         return Visibility(None if layout.token_mask is None else layout.token_mask[:, None], None)
     if call.cache is not None:
         progress = call.cache.current_progress()
@@ -272,7 +278,7 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Visibility:
                 "`inputs_embeds`. Pass `input_ids`, or a `cross_attention_mask` of shape (batch, text_len, "
                 "num_image_tokens)."
             )
-        if markers is None:  # they decide nothing
+        if markers is None:  # the mask decides, and not the markers
             markers = torch.zeros(call.rows, call.length, dtype=torch.bool, device=call.device)
         if mask is None:
             _check_markers_of_images(config, call, markers, layout)
@@ -281,14 +287,14 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Visibility:
 
 
 def find_keys_values(model: Any, call: Call, images: ImagesOfCall) -> CrossCache:
-    """The keys and values of all images. Every block projects the new ones, once. The cache is not changed."""
+    """Returns the keys and values of all images. Every block projects new images once. The cache is not changed."""
     if images.ready is not None:
         return images.ready
     cross, zero = CrossCache() if call.cross is None or images.unseen else call.cross, images.zero
     if images.new is None:
         return cross if zero is None else cross.plus_zero(zero)
     assert images.layout is not None and images.new.states is not None
-    # FSDP reduces gradients of the projections where their input requires one: it must on every rank.
+    # FSDP reduces the gradients of the projections only if their input requires a gradient. Every rank must do so.
     states = images.new.states if zero is None else images.new.states + zero.to(images.new.states.dtype)
     seen = CrossCache(cross.cache_dtype)
     seen.fill(images.layout, model.project_images(states, cross, images.new.layout), cross.made_by)
@@ -299,6 +305,7 @@ def find_keys_values(model: Any, call: Call, images: ImagesOfCall) -> CrossCache
 def make_context(
     config: XAttnConfig, call: Call, images: ImagesOfCall, visibility: Visibility, cross: CrossCache
 ) -> CrossAttentionContext:
+    """Makes the context of a call: keys, values, mask and positions for all blocks."""
     block, rows = config.cross_attention_config, images.rows
     mask, visible = fold_mask(
         visibility.sees,
@@ -327,7 +334,10 @@ def commit(
     visibility: Visibility | None,
     seen: CrossCache | None,
 ) -> None:
-    """Updates the cache of a forward that may write. `images`, `visibility` and `seen` are None for text alone."""
+    """Writes the images of a call, and what its text has seen of them, into the cache.
+
+    `images`, `visibility` and `seen` are None for a text without images.
+    """
     cache = call.cache
     assert cache is not None
     cross = cache.cross_attention_cache
@@ -350,7 +360,7 @@ def commit(
 
 
 def _markers(config: XAttnConfig, call: Call) -> torch.Tensor | None:
-    """`(B, T)`, True where the text holds an image marker; None where that is unknown."""
+    """Returns a mask `(B, T)`, True at each image marker of the text; None if the markers are unknown."""
     input_ids, marker = call.text.get("input_ids"), config.image_token_id
     if input_ids is None or marker is None:
         return None
@@ -365,7 +375,7 @@ def _markers(config: XAttnConfig, call: Call) -> torch.Tensor | None:
 def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Tensor, layout: ImageLayout) -> None:
     """Raises a `ValueError` if no text token can see an image: its row has too few markers, and no text will follow.
 
-    Training on such rows would change nothing, because the gradient of every block is zero.
+    Such an image changes nothing: not the answer, and in training no weight.
     """
     if (
         call.continues
@@ -388,7 +398,8 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
         )
     if config.image_visibility == "all" or layout.image_mask is None:
         return
-    # A hidden image in front of a real one takes no marker: the markers after it would all show the next image.
+    # A hidden image takes no marker. If the text has one for it, this marker and those after it would show the wrong
+    # images.
     hidden = (layout.image_mask.long().diff(dim=-1) > 0).any(dim=-1)
     hidden = rows_to(hidden, call.rows).to(markers.device)
     if bool((hidden & (found > total)).any()):
@@ -400,7 +411,7 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
 
 
 def _warn_of_constant_images(cross: CrossCache, encoder: ImageEncoder) -> None:
-    """Warns if weights should learn, but the cached keys and values were computed without gradients."""
+    """Warns if weights that encode images should train, but the cached keys and values have no gradients."""
     if not cross.layers[0].keys.requires_grad and encoder.learns():
         logger.warning_once(
             "The images in `cache` were encoded without gradients, so key and value projections, connector "

@@ -1,7 +1,7 @@
-"""Configurations of the cross-attention block, the perceiver resampler and the whole model.
+"""Configurations of the cross-attention block, of the perceiver resampler and of the whole model.
 
-As in transformers, `@strict` checks the type and the range of each field. Constraints between fields are checked here,
-so that a wrong value fails before weights are allocated.
+As in transformers, `@strict` checks the type and the range of each field. In addition, these classes check constraints
+between fields, so that a wrong value raises an error before weights are allocated.
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,59 +31,74 @@ from .utils.parts import CONNECTORS, GATES, POSITIONS
 from .utils.transformers_api import SubConfigSpec
 
 
-# Default of a field that `__post_init__` fills in. transformers reads the type that a caller may give (None, a `dict`),
-# type checkers the type after `__post_init__`.
+# Default of a field that `__post_init__` fills in. Such a field has two types: transformers checks the type that a
+# caller may pass (None, a `dict`), and type checkers read the type that the field has after `__post_init__`.
 TO_BE_FILLED_IN: Any = None
 
 
-def _is_left_out(value: object) -> bool:  # for type checkers, an inline check would always be false
+def _is_left_out(value: object) -> bool:  # type checkers would think that an inline check is always false
     return value is None
 
 
 @strict
 class CrossAttentionConfig(CheckedConfig):
-    r"""Configuration of one gated cross-attention block: queries from the text, keys and values from the images.
+    r"""Configuration of a gated cross-attention block: queries come from the text, keys and values from the images.
+
+    All blocks of a model share one configuration. In the `cross_attention` of [`retrofit`], leave out the sizes that
+    the block should take from the text model.
 
     Args:
-        hidden_size (`int`, defaults to 768): width of the text decoder's hidden states.
-        context_size (`int`, *optional*): width of the image tokens; defaults to `hidden_size`.
-        num_attention_heads (`int`, defaults to 12): number of query heads.
-        num_key_value_heads (`int`, *optional*): number of K/V heads: 1 for MQA, `num_attention_heads` (the default) for
-            MHA, any other divisor of `num_attention_heads` for GQA.
-        head_dim (`int`, *optional*): width of one head; defaults to `hidden_size // num_attention_heads`. The product
-            of `head_dim` and `num_attention_heads` may differ from `hidden_size`.
-        intermediate_size (`int`, *optional*): inner width of the MLP; defaults to `4 * hidden_size`.
-        hidden_act (`str`, defaults to `"silu"`): any activation of transformers.
-        mlp_type (`"gated"`, `"plain"` or `"none"`, defaults to `"gated"`): `down(act(gate(x)) * up(x))` (SwiGLU with
-            `silu`), or `down(act(up(x)))`, or no MLP: then `intermediate_size` and `hidden_act` have no effect.
-        norm_type (`"rmsnorm"` or `"layernorm"`, defaults to `"rmsnorm"`).
-        norm_eps (`float`, defaults to 1e-6).
-        attention_bias (`bool`, defaults to `False`): biases on q/k/v/o projections.
-        mlp_bias (`bool`, defaults to `False`): biases in the MLP.
-        attention_dropout (`float`, defaults to 0.0): dropout on the attention weights in training.
-        gate (`str`, defaults to `"tanh"`): multiply each branch by `tanh(gate)`; `"token"`: by a number that each text
-            token chooses, `sigmoid(score of its hidden state)`; `"none"`: use no gate; or the name of a gate of your
-            own ([`register_gate`]).
-        gate_options (`dict`, *optional*): of a gate of your own, which reads them.
-        gate_granularity (`"scalar"` or `"channel"`, defaults to `"scalar"`): gate of shape `(1,)` or `(hidden_size,)`.
-        gate_init (`float`, defaults to 1.0): initial value of the gates, before `tanh` or `sigmoid`.
-        zero_init (`bool`, defaults to `True`): initialise `o_proj` and the MLP's `down_proj` to zero.
-        qk_norm (`bool`, defaults to `False`): RMSNorm over `head_dim` on queries and keys.
-        qk_norm_eps (`float`, *optional*): epsilon of these two norms; defaults to `norm_eps`.
-        context_norm (`bool`, defaults to `False`): a norm over the image tokens, in front of the K/V projections.
-        quiet_softmax (`bool`, defaults to `False`): use `exp(x) / (1 + sum(exp(x)))`, which lets a head attend to
-            nothing (E. Miller, "Attention Is Off By One", 2023).
-        position_bias (`bool`, defaults to `False`): T5's bucketed relative position bias. Use it for a context with an
-            order (audio, video), not for images. It counts no padding. What a mask hides from some text only is none.
-        position_bias_num_buckets, position_bias_max_distance (`int`, default to 32 and 128): as in T5 (bidirectional).
-        position (`str`, defaults to `"none"`): a code of positions of your own ([`register_position`]).
-        position_options (`dict`, *optional*): of a code of your own, which reads them.
-        initializer_range (`float`, defaults to 0.02): standard deviation of the random initial weights.
+        hidden_size (`int`, defaults to 768): Width of the hidden states of the text. In a model it must be the text
+            model's width.
+        context_size (`int`, *optional*, defaults to `hidden_size`): Width of the image tokens. Set it if you pass
+            features of another width as `cross_attention_states`, or for a smaller connector.
+        num_attention_heads (`int`, defaults to 12): Number of query heads.
+        num_key_value_heads (`int`, *optional*, defaults to `num_attention_heads`): Number of K/V heads: as many as
+            query heads for MHA, 1 for MQA, another divisor for GQA. Fewer K/V heads make the cache smaller.
+        head_dim (`int`, *optional*, defaults to `hidden_size // num_attention_heads`): Width of a head. The product of
+            `head_dim` and `num_attention_heads` may differ from `hidden_size`.
+        intermediate_size (`int`, *optional*, defaults to `4 * hidden_size`): Inner width of the MLP.
+        hidden_act (`str`, defaults to `"silu"`): Activation of the MLP, by its name in transformers.
+        mlp_type (`str`, defaults to `"gated"`): The second branch of the block. `"gated"`: an MLP
+            `down(act(gate(x)) * up(x))`, which is SwiGLU with `silu`. `"plain"`: an MLP `down(act(up(x)))`. `"none"`:
+            no second branch, for a smaller block; `intermediate_size` and `hidden_act` then have no effect.
+        norm_type (`str`, defaults to `"rmsnorm"`): Kind of the norms in front of the branches, and of `context_norm`:
+            `"rmsnorm"` or `"layernorm"`.
+        norm_eps (`float`, defaults to 1e-6): Epsilon of these norms.
+        attention_bias (`bool`, defaults to `False`): Whether the q, k, v and o projections have biases.
+        mlp_bias (`bool`, defaults to `False`): Whether the projections of the MLP have biases.
+        attention_dropout (`float`, defaults to 0.0): Dropout probability of the attention weights in training.
+        gate (`str`, defaults to `"tanh"`; [`retrofit`] sets `"token"`): The factor of each branch. `"token"`: each text
+            token computes its own factor, `sigmoid(score of its hidden state)`, so text that has nothing to do with
+            the image can ignore it. `"tanh"`: `tanh` of a trained weight, the same for all tokens, as in Flamingo.
+            `"none"`: no factor. Or the name of a gate of your own ([`register_gate`]).
+        gate_options (`dict`, *optional*): Options of a gate of your own, which reads them from here.
+        gate_granularity (`str`, defaults to `"scalar"`): Shape of the gate `"tanh"`: `"scalar"` for one number, or
+            `"channel"` for one number for each channel of the hidden states. Other gates ignore it.
+        gate_init (`float`, defaults to 1.0): First value of the gate, before `tanh` or `sigmoid`. To start as Flamingo
+            does, set it to 0.0 together with `gate="tanh"` and `zero_init=False`.
+        zero_init (`bool`, defaults to `True`): Whether `o_proj` and the MLP's `down_proj` start at zero, so that a
+            fresh block changes nothing.
+        qk_norm (`bool`, defaults to `False`): Whether queries and keys get an RMSNorm over `head_dim`, which bounds
+            the attention scores.
+        qk_norm_eps (`float`, *optional*, defaults to `norm_eps`): Epsilon of these two norms.
+        context_norm (`bool`, defaults to `False`): Whether the image tokens get a norm before the K/V projections. Use
+            it for features whose size varies.
+        quiet_softmax (`bool`, defaults to `False`): Whether the attention weights are `exp(x) / (1 + sum(exp(x)))`,
+            which lets a head attend to nothing (E. Miller, "Attention Is Off By One", 2023).
+        position_bias (`bool`, defaults to `False`): Whether the scores get T5's relative position bias. Use it for
+            features with an order (sound, video), and not for images. Tokens that are padding for their whole row are
+            not counted. Tokens that a mask hides only from some text tokens are counted.
+        position_bias_num_buckets (`int`, defaults to 32): Number of buckets of the position bias, as in T5.
+        position_bias_max_distance (`int`, defaults to 128): All larger distances share the last bucket, as in T5.
+        position (`str`, defaults to `"none"`): Name of a position encoding of your own ([`register_position`]).
+        position_options (`dict`, *optional*): Options of this position encoding, which reads them from here.
+        initializer_range (`float`, defaults to 0.02): Standard deviation of the random first weights.
 
     Raises:
         StrictDataclassFieldValidationError: of `huggingface_hub`, if a field has a wrong type or is outside its range.
-        ValueError: for an unknown activation, gate or code of positions, if `num_key_value_heads` does not divide
-            `num_attention_heads`, or if gate and projection both start at zero (neither would learn).
+        ValueError: for an unknown activation, gate or position encoding, if `num_key_value_heads` does not divide
+            `num_attention_heads`, or if gate and projection both start at zero, since neither would learn.
 
     Example:
 
@@ -178,7 +193,7 @@ class CrossAttentionConfig(CheckedConfig):
 
     @property
     def counts_text(self) -> bool:
-        """Whether the blocks read the places of text tokens."""
+        """Whether the blocks read the positions of text tokens."""
         return self.position_bias or self.position != "none"
 
     @property
@@ -188,27 +203,32 @@ class CrossAttentionConfig(CheckedConfig):
 
     @property
     def gate_starts_at_zero(self) -> bool:
-        """Whether a fresh gate returns zero: with `gate_init=0.0`, or a gate of your own that says so."""
+        """Whether a fresh gate returns zero: with `gate_init=0.0`, or if the class of your own gate says so."""
         return self.gate_init == 0.0 if self.gate == "tanh" else GATES.starts_at_zero(self.gate)
 
 
 @strict
 class PerceiverConfig(CheckedConfig):
-    r"""Configuration of the perceiver resampler (see `parts/perceiver.py`).
+    r"""Configuration of the connector `"perceiver"`, a perceiver resampler (see `parts/perceiver.py`).
+
+    The resampler turns the features of each image into `num_latents` image tokens. Choose it to make the cache of large
+    images smaller.
 
     Args:
-        hidden_size (`int`, *optional*): width of latents and image tokens. Inside an [`XAttnConfig`] it defaults to the
-            vision tower's width.
-        num_latents (`int`, defaults to 64): number of tokens that the resampler makes of an image.
-        num_image_positions (`int`, defaults to 0): learned positions, one for each image of a row (of a packed row: of
-            a sample), which are added to the image's tokens (flamingo-pytorch's `media_pos_emb`). A row has at most so
-            many images. 0 = no positions: the images of a row are encoded alike, whatever their order.
-        num_hidden_layers (`int`, defaults to 6).
-        num_attention_heads (`int`, defaults to 8), head_dim (`int`, defaults to 64).
-        intermediate_size (`int`, *optional*): inner width of the MLP; defaults to `4 * hidden_size`.
-        hidden_act (`str`, defaults to `"gelu"`): any activation of transformers.
-        qk_norm (`bool`, defaults to `False`): LayerNorm over `head_dim` on queries and keys.
-        norm_eps (`float`, defaults to 1e-5).
+        hidden_size (`int`, *optional*): Width of the latents and of the image tokens. Inside an [`XAttnConfig`] it is
+            the width of the vision tower's features, and may be left out.
+        num_latents (`int`, defaults to 64): Number of image tokens of each image.
+        num_image_positions (`int`, defaults to 0): Number of learned position encodings of images, as in
+            flamingo-pytorch (`media_pos_emb`). The n-th image of a row, or of a sample in a packed row, gets the n-th
+            one, added to its features. A row can have at most this many images. With 0, all images of a row are
+            encoded alike, whatever their order.
+        num_hidden_layers (`int`, defaults to 6): Number of layers, each with an attention and an MLP.
+        num_attention_heads (`int`, defaults to 8): Number of attention heads of a layer.
+        head_dim (`int`, defaults to 64): Width of a head.
+        intermediate_size (`int`, *optional*, defaults to `4 * hidden_size`): Inner width of the MLP.
+        hidden_act (`str`, defaults to `"gelu"`): Activation of the MLP, by its name in transformers.
+        qk_norm (`bool`, defaults to `False`): Whether queries and keys get a LayerNorm over `head_dim`.
+        norm_eps (`float`, defaults to 1e-5): Epsilon of all norms.
 
     Raises:
         StrictDataclassFieldValidationError: of `huggingface_hub`, if a field has a wrong type or is outside its range.
@@ -256,45 +276,55 @@ class PerceiverConfig(CheckedConfig):
 
 @strict
 class XAttnConfig(CheckedConfig):
-    r"""Configuration of a text decoder with gated cross-attention blocks, and optionally a vision tower.
+    r"""Configuration of a text model with gated cross-attention blocks, and optionally a vision tower.
+
+    [`retrofit`] makes one from its arguments of the same names.
 
     Args:
-        text_config (`PreTrainedConfig` or `dict`): configuration of the text-only causal language model.
-        vision_config (`PreTrainedConfig` or `dict`, *optional*): configuration of a vision model of transformers whose
-            output has `last_hidden_state`. Without `vision_config` the model has no vision tower and takes
-            `cross_attention_states` instead of pixels.
-        cross_attention_config ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes
-            that a `dict` leaves out follow the text configuration.
-        cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in
-            front. An index that is repeated puts several blocks there, one after the other. An index equal to the
-            number of layers places a block after the last layer. Defaults to every 4th layer: 3, 7, 11, ...
-        image_token_id (`int`, *optional*): id of the image marker, the token that marks an image's place in the text.
-        image_visibility (`"all"`, `"previous"`, `"latest"` or `"latest_group"`, defaults to `"all"`): which images a
-            text token sees. `"all"`: every image of the token's row. `"previous"`: the images whose markers stand
-            before the token. `"latest"`: the last of the previous images (Flamingo, Idefics). `"latest_group"`: the
-            last of the previous images and the images whose markers directly precede the last marker (Mllama).
-        additional_vocab_size (`int`, defaults to 0): number of tokens added behind the decoder's vocabulary.
-        additional_vocab_in_head (`bool`, defaults to `False`): whether the model can also generate the added tokens.
-        additional_vocab_scaled (`bool`, defaults to `True`): whether a decoder that scales or norms its embeddings
-            (Gemma, Inkling) does the same to the added rows. A saved configuration without this field means False.
-        source_config (`dict`, *optional*): configuration of the checkpoint that the model was imported from.
-        connector_type (`str`, defaults to `"mlp"`): the module that maps vision features to the width of the image
-            tokens: `"identity"`, `"linear"`, `"mlp"`, `"mlp_2d"`, `"perceiver"`, or your own ([`register_connector`]).
-        connector_options (`dict`, *optional*): of a connector of your own, which reads them.
-        vision_feature_select_strategy (`"full"` or `"default"`, defaults to `"full"`): use all tokens of the vision
-            tower (`"full"`), or drop the first one, the class token (`"default"`, as in Llava).
-        vision_feature_layer (`int` or `list[int]`, *optional*): hidden states of the tower in place of the last one, as
-            in Llava: -2 is in front of the last layer, 0 are the embeddings; several are joined along the width.
-        vision_hidden_size (`int`, *optional*): width of the tower's `last_hidden_state`, which [`retrofit`] measures.
-            None: the `hidden_size` of `vision_config`, or the last of its `hidden_sizes`.
-        perceiver_config ([`PerceiverConfig`] or `dict`, *optional*): configuration of the `"perceiver"` connector.
-        connector_hidden_act (`str`, defaults to `"gelu"`): activation of the `"mlp"` and `"mlp_2d"` connectors.
-        connector_bias (`bool`, defaults to `True`): biases in the `"linear"` and `"mlp"` connectors, and in `"mlp_2d"`.
+        text_config (`PreTrainedConfig` or `dict`): Configuration of the text model, a causal language model.
+        vision_config (`PreTrainedConfig` or `dict`, *optional*): Configuration of the vision tower, a vision model of
+            transformers whose output has `last_hidden_state`. Without it, the model has no vision tower, and takes
+            `cross_attention_states` in place of pixels.
+        cross_attention_config ([`CrossAttentionConfig`] or `dict`, *optional*): Configuration of the blocks. The sizes
+            that a `dict` leaves out are those of the text model.
+        cross_attention_layers (`list[int]`, *optional*): Indices, from 0, of the decoder layers that get a block in
+            front; by default every 4th layer: 3, 7, 11, ... If an index is repeated, the layer gets several blocks,
+            one after the other. The number of layers, as an index, puts a block after the last layer.
+        image_token_id (`int`, *optional*): Id of the image marker, the token that says where an image stands in the
+            text. Every `image_visibility` but `"all"` needs it.
+        image_visibility (`str`, defaults to `"all"`): Which images of its row a text token sees. `"all"`: every image.
+            `"previous"`: the images whose markers stand before the token. `"latest"`: the last of these (as in
+            Flamingo and Idefics). `"latest_group"`: the last of these, and the images whose markers directly precede
+            its marker (as in Mllama).
+        additional_vocab_size (`int`, defaults to 0): Number of tokens that are added after the text model's
+            vocabulary. Set it if the vocabulary has no token that can be the image marker.
+        additional_vocab_in_head (`bool`, defaults to `False`): Whether the model can also generate the added tokens.
+        additional_vocab_scaled (`bool`, defaults to `True`): Whether a text model that scales or normalizes its
+            embeddings (Gemma, Inkling) does so with the added rows, too. False in saved files without this field.
+        source_config (`dict`, *optional*): Configuration of the Mllama or Idefics checkpoint that the model was
+            imported from. The importer sets it.
+        connector_type (`str`, defaults to `"mlp"`; [`retrofit`] may choose `"mlp_2d"`): The module that maps the
+            features of the tower to image tokens. `"mlp"`: two linear layers. `"mlp_2d"`: the same, and a position
+            encoding of the row and the column in a square image. `"linear"`: one linear layer. `"identity"`: nothing.
+            `"perceiver"`: a resampler. Or the name of a connector of your own ([`register_connector`]).
+        connector_options (`dict`, *optional*): Options of a connector of your own, which reads them from here.
+        vision_feature_select_strategy (`str`, defaults to `"full"`): Which tokens of the tower are used. `"full"`: all.
+            `"default"`: all but the first one, for towers with a class token (as in Llava).
+        vision_feature_layer (`int` or `list[int]`, *optional*): The hidden states of the tower that are used, as in
+            Llava: 0 are the embeddings, -2 are those in front of the last layer. The hidden states of several layers
+            are joined along the width. By default, `last_hidden_state` is used.
+        vision_hidden_size (`int`, *optional*): Width of the tower's `last_hidden_state`. [`retrofit`] measures it. By
+            default it is the `hidden_size` of `vision_config`, or the last of its `hidden_sizes`.
+        perceiver_config ([`PerceiverConfig`] or `dict`, *optional*): Configuration of the connector `"perceiver"`. With
+            another connector it must be None.
+        connector_hidden_act (`str`, defaults to `"gelu"`): Activation of the connectors `"mlp"` and `"mlp_2d"`.
+        connector_bias (`bool`, defaults to `True`): Whether the linear layers of the connectors `"linear"`, `"mlp"` and
+            `"mlp_2d"` have biases.
 
     Raises:
         StrictDataclassFieldValidationError: of `huggingface_hub`, if a field has a wrong type or is outside its range.
-        ValueError: if layers are out of range, if the hidden size of the blocks differs from the decoder's, or
-            if a setting requires another one that is missing.
+        ValueError: if a layer index is out of range, if the hidden size of the blocks differs from the text model's, or
+            if a field requires another one that is missing.
 
     Example:
 
@@ -351,8 +381,8 @@ class XAttnConfig(CheckedConfig):
 
     def __post_init__(self, **kwargs):
         check_names(type(self), kwargs)
-        # Keep the attention and experts implementations of sub-configs that are objects already. The parent's setter
-        # resets them to None, and with None some decoders silently lose their causal mask.
+        # Keep the attention and experts implementations of sub-configurations that are objects already. The setter of
+        # the parent class resets them to None, and with None some decoders silently lose their causal mask.
         live = {
             name: (config, config._attn_implementation, config._experts_implementation)
             for name in self.sub_configs
@@ -363,7 +393,7 @@ class XAttnConfig(CheckedConfig):
         check_parts("experts_implementation", asked_experts, self.sub_configs)
         if not isinstance(self.text_config, (dict, PreTrainedConfig)):
             raise ValueError(
-                "`text_config` must be the configuration of a text-only causal language model, got "
+                "Expected `text_config` to be the configuration of a causal language model, got "
                 f"{type(self.text_config).__name__}."
             )
         perceiver: Any = self.perceiver_config
@@ -393,14 +423,17 @@ class XAttnConfig(CheckedConfig):
         self._check_fields()
 
     def read_custom_code(self) -> None:
-        """Reads configurations and parts of custom code, where [`trusting`] allows it to be run."""
+        """Reads configurations and parts whose code is custom, if [`trusting`] allows to run that code."""
         read_parts(self)
         if isinstance(self.text_config, UnreadConfig) or isinstance(self.vision_config, UnreadConfig):
             self.text_config, self.vision_config = read_config(self.text_config), read_config(self.vision_config)
             self._check_fields()
 
     def to_dict(self) -> dict[str, Any]:
-        """`PreTrainedConfig.to_dict`. A quantization stands here alone: the text model's has other names."""
+        """`PreTrainedConfig.to_dict`, without the `quantization_config` of the text model.
+
+        The whole model has a `quantization_config`, with the names that the modules have in it.
+        """
         fields = super().to_dict()
         (fields["text_config"] or {}).pop("quantization_config", None)
         return fields
@@ -408,7 +441,7 @@ class XAttnConfig(CheckedConfig):
     def _check_fields(self) -> None:
         CONNECTORS.check(self.connector_type, self.connector_options)
         if isinstance(self.text_config, UnreadConfig) or isinstance(self.vision_config, UnreadConfig):
-            return  # checked when their code is run: sizes may have other names there
+            return  # checked after their code has run, because it may name the sizes in other ways
         num_layers = text_num_hidden_layers(self.text_config)
         if _is_left_out(self.cross_attention_layers):
             self.cross_attention_layers = every_nth_layer(4, num_layers)
@@ -417,21 +450,22 @@ class XAttnConfig(CheckedConfig):
         width = text_hidden_size(self.text_config)
         if self.cross_attention_config.hidden_size != width:
             raise ValueError(
-                f"`cross_attention_config.hidden_size` ({self.cross_attention_config.hidden_size}) must be the text "
-                f"decoder's hidden size ({width})."
+                f"Expected `cross_attention_config.hidden_size` to be the text model's hidden size ({width}), got "
+                f"{self.cross_attention_config.hidden_size}. Leave it out to take that of the text model."
             )
         self._check_perceiver()
         if self.vision_config is not None and self.connector_type in ("identity", "perceiver"):
             features = vision_feature_size(self)
             if features != self.cross_attention_config.context_size:
                 raise ValueError(
-                    f"`connector_type={self.connector_type!r}` needs `cross_attention_config.context_size` "
-                    f"({self.cross_attention_config.context_size}) to be the vision tower's width ({features})."
+                    f"Expected `cross_attention_config.context_size` to be the vision tower's width ({features}), "
+                    f"because of `connector_type={self.connector_type!r}`, got "
+                    f"{self.cross_attention_config.context_size}."
                 )
         if self.image_visibility != "all" and self.image_token_id is None:
             raise ValueError(
                 f"`image_visibility={self.image_visibility!r}` depends on the image markers in the text: expected "
-                "`image_token_id` to be set, got None."
+                "`image_token_id` to be set, got None. Set it to the id of the marker, or use 'all'."
             )
         known = getattr(self.text_config.get_text_config(), "vocab_size", None)
         last = None if known is None else known + self.additional_vocab_size
@@ -456,15 +490,18 @@ class XAttnConfig(CheckedConfig):
 
 
 def _says_nothing_of(part: str, asked: str | dict | None) -> bool:
-    """Whether `attn_implementation` or its like leaves a part of the model (`""`: the whole) as it is."""
+    """Whether a value of `attn_implementation` or `experts_implementation` names no kernel for a part of the model.
+
+    The part `""` is the whole model.
+    """
     return asked is None or (isinstance(asked, dict) and part not in asked)
 
 
 def complete_cross_attention_config(partial: dict | None, text_config: PreTrainedConfig) -> CrossAttentionConfig:
-    """A [`CrossAttentionConfig`] whose missing sizes follow the text decoder's."""
+    """Makes a [`CrossAttentionConfig`], and takes the sizes that `partial` leaves out from the text model."""
     decoder = text_config.get_text_config(decoder=True)
     fields = dict(partial or {})
-    if "model_type" in fields:  # saved by `to_dict`: complete already
+    if "model_type" in fields:  # `to_dict` has made it, so it is complete
         return CrossAttentionConfig.from_dict(fields)
     fields.setdefault("hidden_size", text_hidden_size(text_config))
     if "num_attention_heads" not in fields:

@@ -1,22 +1,24 @@
-"""What the models can do beside the core: which extra stands in which place of it.
+"""Connects the models with their extras, the features outside of the core.
 
-The core is what a reader needs to follow an image through `generate`: configuration, `layers`, `decoders`, `images`,
-`cache`, and the files of the top level that end in `_xattn`. It imports nothing of its extras. It names places for
-them, as methods that do nothing, and this file puts the extras there:
+The core is the code that an image passes on its way through `generate`: the configuration, the subpackages `layers`,
+`decoders`, `images` and `cache`, `call.py`, and the files of the top level that end in `_xattn`. Except for this file,
+the core imports no extra. It has methods that do nothing, and the classes of this file override them with extras:
 
-    find_source                          images that were encoded before, by content   storage/image_store.py
-    images_of_nobody, zero_of_others     processes that wait for each other            learning/stand_in.py
-    find_numbering                       places of images in their row                 parts/perceiver.py
-    find_samples                         several samples in one text row               parts/packed_rows.py
-    why_uncached                         layers that a backward pass runs again        learning/activation_wrappers.py
-    image_identity                       whose weights have encoded a cache's images   checkpoints/model_identity.py
-    _get_logits_processor                added tokens in the prompt of `generate`      parts/vocabulary.py
+    method of the core                 what the extra does                              file of the extra
+    find_source                        finds images that were encoded before            storage/image_store.py
+    images_of_nobody, zero_of_others   keep several processes in step                   learning/stand_in.py
+    find_numbering                     numbers the images of a row                      parts/perceiver.py
+    find_samples                       finds the samples of a packed row                parts/packed_rows.py
+    why_uncached                       finds layers that a backward pass runs again     learning/activation_wrappers.py
+    image_identity                     identifies the weights that encode images        checkpoints/model_identity.py
+    _get_logits_processor              allows added tokens in the prompt of `generate`  parts/vocabulary.py
 
-Other extras register themselves by name in a table of the core, when they are imported: `parts/` (the connectors
-`"perceiver"` and `"mlp_2d"`, T5's position bias, towers that read tiles) and `storage/int8_states.py` (`cache_dtype`).
+Other extras register themselves by name in a table of the core, when they are imported: files of `parts/` (the
+connectors `"perceiver"` and `"mlp_2d"`, T5's position bias, towers that read tiles) and `storage/int8_states.py`
+(`cache_dtype`).
 
-The base class of both models, `checkpoints/pretrained.py`, holds what transformers expects there: loading, saving,
-quantization, sharding.
+The base class of both models is in `checkpoints/pretrained.py`. It has the methods that transformers expects of a
+model: for loading, saving, quantization and sharding.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from .storage.image_store import XAttnStoreDelegationMixin, XAttnStoreMixin
 from .storage.int8_states import Int8States
 
 
-# The files of these register them, by the names that a configuration, or `cache_dtype`, has for them.
+# Importing these registers them under names, for fields of the configuration and for `cache_dtype`.
 REGISTERED = (Int8States, Tiles, mlp_2d, perceiver, relative_position_bucket)
 
 

@@ -1,10 +1,11 @@
-"""Overrides of `generate`: images are encoded once, before the first step, and never repeated.
+"""Overrides methods of transformers' `generate`, so that images are encoded once, before the first step.
 
-With a cache, the cross half holds the keys and values of the images before the first step, and the caller's mask for
-the text to come. No decoding method handles images. So beams and return sequences share images, and assisted decoding
-and chunked prefill need no special case. Without a cache of text, every step gets the cross half as one value.
+If there is a cache, its cross-attention half gets the keys and values of the images before the first step, and keeps
+the caller's mask for the text to come. The decoding methods of transformers then need not know about images: beams and
+return sequences share the images, and assisted decoding and chunked prefill need no special case. If `generate` runs
+without a cache of text, it passes the cross-attention half to every step as one argument.
 
-transformers collects no `cross_attentions` of decoder-only models, so the attentions of every step are collected here.
+transformers collects no `cross_attentions` of decoder-only models, so this file collects them in every step.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from .utils.transformers_api import CACHE, has, needs, takes_cache
 
 logger = logging.get_logger(__name__)
 
-# An argument that travels from step to step, and tells them of the call of `generate`. `forward` never gets it.
+# Name of an argument that describes the call of `generate` to every step. `forward` never gets it.
 REQUEST = "request_of_generate"
-# `forward` gets no tokenizer: `generate` hands it to every step, to stop at strings. Other models ignore it there.
+# `generate` passes the tokenizers, with which it stops at strings, to every step. `forward` refuses unknown arguments.
 NOT_FOR_FORWARD = (REQUEST, "tokenizer", "assistant_tokenizer")
 OF_LAYERS = {"attentions", "hidden_states", "cross_attentions"}  # outputs that `generate` collects
 # The argument of `forward` for images that `generate` has encoded.
@@ -54,31 +55,32 @@ HOLDS_TEXT = (
 
 @dataclass
 class _Request:
-    """One call of `generate`: its images and its text, on their way to the cache, and the attentions of its steps."""
+    """One call of `generate`: its images and its text, which its steps need, and the attention weights of the steps."""
 
     inputs: ImageInputs
     text: TextOfCall
-    length: int  # of `input_ids`: the whole text, or the new text alone
+    length: int  # length of `input_ids`, which hold the whole text or only the new text
     mask: Any  # the caller's `attention_mask`
-    collects: bool = False  # whether cross-attentions are asked for
+    collects: bool = False  # whether the caller wants `cross_attentions`
     steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # the cross-attentions, step by step
 
     @property
     def cached_in_ids(self) -> int:
-        """How many cached tokens `input_ids` hold. Assisted decoding knows nothing of cached text."""
+        """How many of the cached tokens `input_ids` contain. Assisted decoding does not know that text is cached."""
         return self.length - self.text.new
 
     def covered(self, mask: Any, length: int) -> Any:
-        """The mask for all text, where assisted decoding has cut it to the `length` of `input_ids`."""
+        """Returns the mask for all text. Assisted decoding cuts the mask to the `length` of `input_ids`."""
         all_text = self.text.cached - self.cached_in_ids + length
         if all_text == length or mask is None or mask.dim() != 2 or mask.shape[1] >= all_text:
             return mask
         return torch.nn.functional.pad(self.mask, (0, all_text - self.mask.shape[1]), value=1)
 
     def add(self, weights: tuple[torch.Tensor, ...] | None, accepted: int | None) -> None:
-        """Takes up the cross-attentions of one forward.
+        """Adds the cross-attentions of one forward.
 
-        `accepted`: how many candidates assisted decoding keeps. The first of them follows the last token of known text.
+        `accepted` is the number of candidates that assisted decoding keeps; None with other methods. The first
+        candidate follows the last token of the known text.
         """
         if weights is None:
             return
@@ -91,20 +93,23 @@ class _Request:
             self.steps.append(tuple(of_block[:, :, start:end] for of_block in weights))
 
     def result(self, outputs: Any) -> Any:
-        """What `generate` returns, with the field `cross_attentions` where it is one of transformers' outputs."""
+        """Adds the field `cross_attentions` to what `generate` returns, if that is an output class of transformers."""
         for parent, derived in (
             (GenerateDecoderOnlyOutput, XAttnGenerateOutput),
             (GenerateBeamDecoderOnlyOutput, XAttnGenerateBeamOutput),
         ):
             if type(outputs) is parent:
-                # A last step that transformers takes back, or runs for other ranks alone, has left no attentions there.
+                # A last step that transformers takes back, or runs only for other ranks, leaves no `attentions`.
                 steps = self.steps[: len(outputs.attentions)] if outputs.attentions else self.steps
                 return derived(**outputs, cross_attentions=tuple(steps) or None)
         return outputs
 
 
 class XAttnGenerationMixin:
-    """Overrides of transformers' `GenerationMixin`, and of what it calls on `PreTrainedModel`: it is the first base."""
+    """Overrides methods of `GenerationMixin`, and methods of `PreTrainedModel` that `GenerationMixin` calls.
+
+    It must be the first base class of a model.
+    """
 
     config: Any  # [`XAttnConfig`]
     model: XAttnImagesMixin
@@ -113,17 +118,21 @@ class XAttnGenerationMixin:
     @deprecate_kwarg("cache_params", "6.0.0", new_name="cache")
     @fsdp_forward
     def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs):
-        """`GenerationMixin.generate`, after a check that text, images, masks and cache belong together.
+        """`GenerationMixin.generate`, which also takes the image arguments of `forward`.
 
-        With `return_dict_in_generate=True` it returns [`XAttnGenerateOutput`] or [`XAttnGenerateBeamOutput`]:
-        transformers' outputs with `cross_attentions`, which `output_attentions=True` fills.
+        It first checks that text, images, masks and cache belong together.
+
+        Returns:
+            what `GenerationMixin.generate` returns. With `return_dict_in_generate=True`, this is an
+            [`XAttnGenerateOutput`] or an [`XAttnGenerateBeamOutput`], whose field `cross_attentions` is filled with
+            `output_attentions=True`.
 
         Raises:
             TypeError: for text or an `attention_mask` that is no tensor, text of a wrong dtype, or `image_inputs`.
-            ValueError: for images without text, `token_healing` beside images, continuous batching, text of a wrong
-                rank, if the text has image markers but there are no images, if the numbers of markers and images
-                differ (with `image_visibility` other than `"all"`), or if batches or lengths of text, images, masks
-                and cache do not fit together.
+            ValueError: for images without text, `token_healing` together with images, continuous batching, or text of a
+                wrong rank; if the text has image markers but there are no images; if the numbers of markers and images
+                differ (with another `image_visibility` than `"all"`); or if the batches or lengths of text, images,
+                masks and cache do not fit together.
         """
         given = kwargs.pop(IMAGES, None)
         images = ImageInputs.take_from(self.config, kwargs)
@@ -161,7 +170,7 @@ class XAttnGenerationMixin:
                 text_inputs.check_ids("input_ids" if inputs is None else "inputs", input_ids)
             xattn_cache = cache if isinstance(cache, XAttnCache) else None
             mask, embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
-            if mask is not None and (input_ids is None or embeds is None):  # with both, the mask covers the longer one
+            if mask is not None and (input_ids is None or embeds is None):  # of both, the mask covers the longer one
                 starts = cache is None or (xattn_cache is not None and xattn_cache.text_rows is None)
                 text_inputs.check_attention_mask(mask, text.shape[0], text.shape[1], starts)
             images.check_rows(text.shape[0], 0 if xattn_cache is None else xattn_cache.cross_attention_cache.rows)
@@ -176,11 +185,11 @@ class XAttnGenerationMixin:
         try:
             return request.result(base.generate(inputs, *args, **kwargs))
         finally:
-            if isinstance(cache, XAttnCache):  # where it fails, a mask must not wait for another text
+            if isinstance(cache, XAttnCache):  # after an error, the mask must not apply to another text
                 cache.progress = replace(cache.progress, coming=None)
 
     def _check_text(self, text: Any, images: ImageInputs, cache: Any) -> None:
-        """Raises where transformers would answer without the images."""
+        """Raises a `ValueError` for calls that transformers would answer without the images."""
         if text is None and not images.is_empty:
             raise ValueError(
                 "Expected `input_ids` or `inputs_embeds` beside images, got neither. Pass the text that the answer "
@@ -193,7 +202,7 @@ class XAttnGenerationMixin:
             )
 
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """transformers' own: the options that `generate` will use, wherever they come from.
+        """The method of transformers, which collects the options that `generate` will use.
 
         Raises a `ValueError` for an option with which transformers would answer without the images.
         """
@@ -205,12 +214,12 @@ class XAttnGenerationMixin:
         if sees:
             masked = model_kwargs.get("attention_mask") is not None
             text_inputs.check_options(config, self.config.image_token_id, masked)
-        if config.suppress_tokens == [None]:  # TRL's name for the marker of a model without markers
+        if config.suppress_tokens == [None]:  # TRL suppresses the image marker, which is None without markers
             config.suppress_tokens = None
         return config, model_kwargs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises a `ValueError`: transformers' `generate_batch` and `cache_implementation="paged"` pass no images."""
+        """Raises a `ValueError`, because continuous batching in transformers passes no images to the steps."""
         raise ValueError(
             f'Continuous batching (`generate_batch`, `init_continuous_batching`, `cache_implementation="paged"`) is '
             f"not supported by {type(self).__name__}: it passes no images to the steps. Call `generate` with a batch. "
@@ -219,7 +228,7 @@ class XAttnGenerationMixin:
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args, **kwargs):
         given = model_kwargs.get(CACHE)
-        if given is not None and generation_config.use_cache is False:  # each step would add the whole text to it
+        if given is not None and generation_config.use_cache is False:  # each step would add the whole text again
             raise ValueError(
                 f"Expected `use_cache=True` with `cache`, of type {type(given).__name__}, got "
                 "`use_cache=False`, given or in the generation configuration. Pass `use_cache=True`, or no cache."
@@ -231,7 +240,7 @@ class XAttnGenerationMixin:
             generation_config.use_cache = model_kwargs["use_cache"] = False
         image_cache = given if isinstance(given, ImageCache) and not int(given.get_seq_length()) else None
         if image_cache is not None:
-            # Generate with a fork: the caller may use this cache again.
+            # `generate` uses a fork of the cache, because the caller may use the cache again.
             del model_kwargs[CACHE]
         elif isinstance(given, ImageCache):
             logger.warning_once(HOLDS_TEXT)
@@ -247,7 +256,7 @@ class XAttnGenerationMixin:
             assert cache is not None
             cache = image_cache.fork(cache)
         if cache is None:
-            # Without a cache of text: the images are encoded once, and every step reads their keys and values.
+            # There is no cache of text. The images are encoded once, and every step reads their keys and values.
             if request is not None:
                 encoded = XAttnCache(DynamicCache())
                 images = self.model.add_images(encoded, request.inputs, request.text)
@@ -256,7 +265,7 @@ class XAttnGenerationMixin:
             return result
         if not isinstance(cache, EncoderDecoderCache):
             if cache is given:
-                return result  # the caller's own, without a place for images
+                return result  # the caller's cache, which has no place for images
             cache = XAttnCache(cache)
         cache = model_kwargs[CACHE] = XAttnCache.adopt(cache)
         if request is not None:
@@ -275,9 +284,10 @@ class XAttnGenerationMixin:
     def _choose_chunk(
         self, generation_config: Any, request: _Request, model_kwargs: dict[str, Any], given: Cache | None
     ) -> None:
-        """How many tokens of the prompt each forward reads.
+        """Chooses how many tokens of the prompt each forward reads.
 
-        As asked, but one by one after cached text if the decoder would forget that text.
+        It follows `prefill_chunk_size`. But if the decoder would forget cached text, it reads the new tokens one by
+        one.
         """
         text, decoder = request.text, self.model._interface
         chunk = getattr(generation_config, "prefill_chunk_size", None)
@@ -302,7 +312,7 @@ class XAttnGenerationMixin:
             raise ValueError(needs("prefill_chunk_size", f"{what} after cached text"))
 
     def _check_markers(self, input_ids: torch.Tensor | None, images: ImageInputs, cache: XAttnCache | None) -> None:
-        """Raises where the text of a first call has image markers and no images, or other numbers of the two."""
+        """Raises a `ValueError` if the numbers of image markers and of images in a first call do not fit together."""
         marker = self.config.image_token_id
         if marker is None or input_ids is None or (cache is not None and cache.text_rows is not None):
             return
@@ -317,7 +327,7 @@ class XAttnGenerationMixin:
                 )
             return
         if self.config.image_visibility == "all" or images.text_mask is not None:
-            return  # the markers decide nothing, or less than the mask
+            return  # the rule or the mask decides what the text sees, and not the markers
         if cached and images.images is None and not markers.any():
             logger.warning_once(NO_MARKERS)
         if cached or images.images is None:
@@ -338,12 +348,14 @@ class XAttnGenerationMixin:
         next_sequence_length: int | None = None,
         cache: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,  # named here, or transformers refuses it
+        inputs_embeds: torch.Tensor | None = None,  # transformers refuses it if this method has no such argument
         is_first_iteration: bool | None = False,
         **kwargs,
     ) -> dict[str, Any]:
-        """transformers' own. Decoders of state-space layers alone want the mask of the prompt and then none. Assisted
-        decoding would read a text again that the given cache holds.
+        """The method of transformers, with two changes.
+
+        A decoder that has only state-space layers gets no mask after its prompt. And assisted decoding does not read
+        text again that the given cache already holds.
         """
         request: _Request | None = kwargs.get(REQUEST)
         for name in NOT_FOR_FORWARD:
@@ -367,10 +379,10 @@ class XAttnGenerationMixin:
         )
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict[str, Any], *args, **kwargs):
-        """transformers' own, which runs after every step. Collects the cross-attentions if they are asked for."""
+        """The method of transformers, which runs after every step. It also collects the cross-attentions, if asked."""
         request: _Request | None = model_kwargs.get(REQUEST)
         if request is not None and request.collects:
-            accepted = kwargs.get("num_new_tokens")  # from assisted decoding alone
+            accepted = kwargs.get("num_new_tokens")  # only assisted decoding passes it
             request.add(outputs.cross_attentions, None if accepted is None else int(accepted))
             if accepted is not None and outputs.attentions == ():
                 outputs.attentions = (None,)  # assisted decoding looks at the first entry; SDPA leaves none
@@ -378,8 +390,10 @@ class XAttnGenerationMixin:
         return base._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
     def get_compiled_call(self, compile_config: Any) -> Any:
-        """transformers' own, for a step or a chunk of the prompt. A CUDA graph writes over its results when it runs
-        again. transformers copies the logits; here is copied what else outlives the call.
+        """The method of transformers, which compiles a step or a chunk of the prompt.
+
+        When a CUDA graph runs again, it overwrites its earlier results. transformers copies the logits. This method
+        also copies the other results that are needed after the call.
         """
         base: Any = super()
         compiled = base.get_compiled_call(compile_config)
@@ -395,7 +409,10 @@ class XAttnGenerationMixin:
         return call
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own. It reorders the cache by the beams that still run, not by those that it returns."""
+        """The method of transformers, after which the cache cannot be used for more text.
+
+        It orders the cache by the beams that still run, and these may be other beams than those that it returns.
+        """
         base: Any = super()
         output = base._beam_search(*args, **kwargs)
         if isinstance(cache := kwargs.get(CACHE), XAttnCache):
@@ -403,7 +420,7 @@ class XAttnGenerationMixin:
         return output
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own. An assistant gets the arguments of `generate`, but collects nothing."""
+        """The method of transformers. The assistant gets the arguments of `generate`, but collects no attentions."""
         given = kwargs.get("model_kwargs", {})
         kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != REQUEST}
         base: Any = super()
@@ -411,7 +428,10 @@ class XAttnGenerationMixin:
 
     @takes_cache
     def create_masks_for_generate(self, config, cache: Cache | None = None, **kwargs):
-        """The decoder's own masks, over the text half. A decoder with states alone takes the mask as it is."""
+        """Makes the masks of the text model, from the text half of the cache.
+
+        A decoder that has only state-space layers takes the mask as it is.
+        """
         if isinstance(cache, EncoderDecoderCache):
             if isinstance(cache, XAttnCache) and cache.is_stateful():
                 return kwargs.get("attention_mask")
@@ -422,10 +442,13 @@ class XAttnGenerationMixin:
 
 
 def _text_of_generate(text: torch.Tensor, attention_mask: Any, cache: XAttnCache | None) -> TextOfCall:
-    """How much of the text is new: `input_ids` hold the whole text, or the new text where `attention_mask` is longer.
+    """Finds how much of the text is new.
 
-    Raises a `ValueError` if the cache holds as much text as is given, or more; or if the mask has another length than
-    the cached and the new text.
+    `input_ids` hold the whole text, or only the new text if the `attention_mask` is longer than they are.
+
+    Raises:
+        ValueError: if the cache holds as much text as is given, or more; or if the length of the mask is not that of
+            the cached text and the new text together.
     """
     rows, length = text.shape[:2]
     if cache is None or cache.text_rows is None:

@@ -1,6 +1,6 @@
-"""The image side of the model: pixels to features, images to keys and values of every block, into a cache.
+"""The image side of the model: turns pixels into features, and images into keys and values of every block, in a cache.
 
-Everything here runs without a text.
+Nothing in this file needs a text.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ logger = logging.get_logger(__name__)
 
 
 class XAttnImagesMixin:
-    """What [`XAttnModel`] does with images before there is a text."""
+    """The methods of [`XAttnModel`] that encode images, without a text."""
 
     config: XAttnConfig
     text_model: PreTrainedModel
     vision_tower: PreTrainedModel | None
     connector: XAttnConnector | None
     _interface: DecoderInterface
-    _inserted: str = ""  # name of the insertion of this model's blocks into its text model
-    _folder: str = ""  # identity of the folder of `adapter_only=True` that this model was loaded from
+    _inserted: str = ""  # names the insertion of this model's blocks into its text model
+    _folder: str = ""  # identifies the folder, saved with `adapter_only=True`, that this model was loaded from
 
     @property
     def blocks(self) -> list[GatedCrossAttentionBlock]:
@@ -58,49 +58,52 @@ class XAttnImagesMixin:
 
         return ImageEncoder(self.config, self.vision_tower, self.connector, like, self.find_numbering())
 
-    # Places of extras, which `extras_xattn.py` fills. What stands here is for one process without a store.
+    # Extras override the next methods (see `extras_xattn.py`). These versions are for one process, without a store.
 
     def image_identity(self) -> str:
-        """Identity of configuration and weights that encode images."""
+        """Returns a text that identifies the configuration and the weights that encode images."""
         raise NotImplementedError
 
     def find_source(self, made_by: str | None) -> ImageSource | None:
-        """Where `add_images` may find images that are encoded already. `made_by`: this model's identity, if known."""
+        """Returns where `add_images` may find images that are encoded already, or None.
+
+        `made_by` is this model's identity, if it is known.
+        """
         return None
 
     def find_numbering(self) -> Numbering | None:
-        """What gives images their places in their row; None if the connector reads none."""
+        """Returns what numbers the images of a row; None if the connector does not read these numbers."""
         return None
 
     def find_samples(
         self, text: dict[str, Any], cache: Any, use_cache: bool | None, images: Any, without_cache: bool
     ) -> Samples | None:
-        """The samples of packed rows; None if no row is packed.
+        """Returns the samples of packed rows; None if no row is packed.
 
         Args:
-            text (`dict`): the decoder's own arguments.
-            cache, use_cache, images: as the call has them.
-            without_cache (`bool`): whether the decoder will run without a cache.
+            text (`dict`): Arguments of the text model itself.
+            cache, use_cache, images: Arguments of the call.
+            without_cache (`bool`): Whether the text model will run without a cache.
 
         Raises:
-            ValueError: if rows are packed, and the samples would not be kept apart.
+            ValueError: if rows are packed, and the text model would not keep the samples apart.
         """
         return None
 
     def why_uncached(self) -> str | None:
-        """Why a forward must not write into a cache; None if it may."""
+        """Returns why a forward must not write into a cache; None if it may."""
         return None
 
     def images_of_nobody(self, call: Any) -> ImagesOfCall | None:
-        """Images that no text sees, for a [`Call`] without images in which blocks must run nevertheless."""
+        """Returns images that no text sees, for a [`Call`] without images in which the blocks must run all the same."""
         return None
 
     def zero_of_others(self, starts: bool, projects: bool = False) -> torch.Tensor | None:
-        """A zero that depends on weights which this call does not use, and other processes do.
+        """Returns a zero that depends on the weights which other processes use in this step, and this call does not.
 
         Args:
-            starts (`bool`): whether a text starts with the call.
-            projects (`bool`): whether the call projects keys and values.
+            starts (`bool`): Whether a text starts with the call.
+            projects (`bool`): Whether the call projects keys and values.
         """
         return None
 
@@ -114,27 +117,26 @@ class XAttnImagesMixin:
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
     ) -> BaseModelOutputWithPooling | tuple:
-        """Pixels to K/V source.
+        """Runs the vision tower and the connector: turns pixels into image tokens.
 
         Args:
-            pixel_values, aspect_ratio_ids, aspect_ratio_mask: as in `forward`.
-            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, only checked here; with
-                `num_image_positions`, padding images take no position. Positions are those of the row: packed rows
-                need `pixel_values` or `vision_features`.
-            output_hidden_states, output_attentions (`bool`, *optional*): return those of the vision tower, where it
-                returns them (a tiled tower returns neither); attentions need its eager implementation.
-                None: as in `config`.
-            return_dict (`bool`, *optional*): False = a tuple. None: as in `config.return_dict`.
+            pixel_values, aspect_ratio_ids, aspect_ratio_mask: See `forward`.
+            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`. It matters only with
+                `num_image_positions`: padding images then take no position. The positions count the images of a row.
+                So do not use this method for packed rows; pass `pixel_values` or `vision_features` to `forward`.
+            output_hidden_states, output_attentions (`bool`, *optional*): Whether to return those of the vision tower.
+                A tiled tower returns neither, and attentions need the eager implementation of the tower. Default to
+                the values in `config`.
+            return_dict (`bool`, *optional*): False to return a tuple. Defaults to `config.return_dict`.
 
         Returns:
-            [`~transformers.modeling_outputs.BaseModelOutputWithPooling`]: `pooler_output` holds the features that
-            `cross_attention_states` takes, `(batch, num_images, tokens an image, context_size)`, or `(batch, tokens an
-            image, context_size)` where `pixel_values` have no axis of images. A tiled tower also makes features of
-            padding tiles: hide them with a `cross_attention_mask`. `last_hidden_state`, `hidden_states`
-            and `attentions` are the vision tower's own, with one row an image: `(batch * num_images, tokens,
-            hidden_size)`, or `(batch, num_images, max_num_tiles, tokens, hidden_size)` with a tiled tower.
-            `vision_features` takes a `last_hidden_state` with the images on axis 1. With `vision_feature_layer`, it
-            holds what these layers return.
+            [`~transformers.modeling_outputs.BaseModelOutputWithPooling`]: `pooler_output` holds the image tokens, as
+            `cross_attention_states` takes them: `(batch, num_images, tokens, context_size)`, or `(batch, tokens,
+            context_size)` if `pixel_values` have no axis of images. A tiled tower also computes features of padding
+            tiles; hide them with a `cross_attention_mask`. `last_hidden_state`, `hidden_states` and `attentions` are
+            those of the vision tower, `(batch * num_images, tokens, hidden_size)`, or `(batch, num_images,
+            max_num_tiles, tokens, hidden_size)` with a tiled tower. With `vision_feature_layer`, `last_hidden_state`
+            holds the states of these layers. As `vision_features` it needs the shape `(batch, num_images, ...)`.
 
         Raises:
             TypeError: for pixels that are not floating point.
@@ -149,8 +151,8 @@ class XAttnImagesMixin:
         )
         self._check_inserted()
         if inputs.images is None:
-            raise ValueError("`get_image_features` needs `pixel_values`.")
-        # What neither the call nor this configuration asks for is left to the tower's own.
+            raise ValueError("`get_image_features` needs `pixel_values`, got None.")
+        # If neither the call nor this configuration says what to return, the configuration of the tower decides.
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states or None
         if output_attentions is None:
@@ -186,30 +188,31 @@ class XAttnImagesMixin:
         vision_features: torch.Tensor | None = None,
         cache_dtype: str | None = None,
     ) -> XAttnCache:
-        """Runs the vision tower and every block's K/V projection once, for any number of questions.
+        """Encodes images once, for any number of questions: runs the tower, the connector and the K/V projections.
 
-        Gradients follow the caller's mode: under `torch.no_grad()` the cache is a constant, otherwise keys and values
-        keep the graph that made them, so that a loss over the questions reaches projections, connector and tower.
+        Under `torch.no_grad()` the cache is a constant. Otherwise keys and values keep their graph, so that a loss over
+        the questions trains the projections, the connector and the tower.
 
-        With [`enable_image_store`] and under `torch.no_grad()`, images that are stored are not encoded again.
+        With [`enable_image_store`] and under `torch.no_grad()`, images that are in the store are not encoded again.
 
         Args:
             pixel_values, image_mask, cross_attention_states, cross_attention_mask, aspect_ratio_ids, aspect_ratio_mask,
-                vision_features: as in `forward`.
-            cache (`EncoderDecoderCache`, *optional*): append the images to this cache, in place. Images that
-                it holds already are not encoded again: see `forward`.
-            cache_dtype (`str`, *optional*): `"int8"` keeps keys and values in int8, each token and head with a scale
-                of its own (see `storage/int8_states.py`): about half as many bytes as in bfloat16. For inference, so
-                under `torch.no_grad()` only. None: the dtype that the model computes in; or that of the images in
-                `cache`, or of the image store.
+                vision_features: See `forward`.
+            cache (`EncoderDecoderCache`, *optional*): A cache to which the images are added, in place. Images that it
+                already holds are not encoded again (see `forward`).
+            cache_dtype (`str`, *optional*): `"int8"` stores keys and values in int8, each token and head with a scale
+                of its own (see `storage/int8_states.py`), in about half as many bytes as bfloat16. It is for inference,
+                so it needs `torch.no_grad()`. By default, the dtype is that of the images in `cache` or of the image
+                store, and without these the dtype in which the model computes.
 
         Returns:
-            [`ImageCache`]: an `EncoderDecoderCache` whose cross half is filled; or `cache`.
+            [`ImageCache`]: an `EncoderDecoderCache` whose cross-attention half holds the images; or `cache`, if you
+            passed one.
 
         Raises:
-            TypeError: for a `cache_dtype` that is no text.
-            ValueError: without images, where their shapes do not fit, for another `cache_dtype` or one that
-                `cache` does not have, and for images in int8 while gradients are recorded.
+            TypeError: for a `cache_dtype` that is not a `str`.
+            ValueError: if there are no images or their shapes do not fit, for an unknown `cache_dtype` or another one
+                than `cache` has, and for images in int8 while gradients are recorded.
 
         Example:
 
@@ -238,11 +241,13 @@ class XAttnImagesMixin:
             vision_features=vision_features,
         )
         if inputs.images is None:
-            raise ValueError("`encode_images` needs `pixel_values`, `vision_features` or `cross_attention_states`.")
+            raise ValueError(
+                "`encode_images` needs `pixel_values`, `vision_features` or `cross_attention_states`, got none of them."
+            )
         if inputs.text_mask is not None:
             raise ValueError(
-                "`encode_images` takes a `cross_attention_mask` of shape (batch, num_image_tokens): which text token "
-                "sees what is decided with the text."
+                "Expected `cross_attention_mask` of shape (batch, num_image_tokens) in `encode_images`, got a mask for "
+                "each text token. Pass such a mask together with the text."
             )
         filled: XAttnCache
         if cache is None:
@@ -253,8 +258,7 @@ class XAttnImagesMixin:
         if cache_dtype is not None and cross.layers and cross.cache_dtype != cache_dtype:
             raise ValueError(
                 f"Expected `cache_dtype` to be None, because the images in `cache` are not in {cache_dtype}, "
-                f'got "{cache_dtype}". '
-                "All images of a cache have one dtype."
+                f'got "{cache_dtype}". All images of a cache have one dtype.'
             )
         self.add_images(filled, inputs, TextOfCall(None, 0), made_by=self.image_identity(), cache_dtype=cache_dtype)
         return filled
@@ -267,14 +271,20 @@ class XAttnImagesMixin:
         made_by: str | None = None,
         cache_dtype: str | None = None,
     ) -> ImagesOfCall:
-        """Projects the new images of a call to keys and values in every block, for a cache: all or none.
+        """Projects the new images of a call to keys and values in every block, and stores them in a cache.
+
+        If this fails, no image is stored.
 
         Args:
-            made_by (`str`, *optional*): this model's identity, for a cache that outlives the call without a text.
-            cache_dtype (`str`, *optional*): of a cache that holds no images yet. None: that of the source.
+            cache ([`XAttnCache`]): Where the images are stored.
+            inputs ([`ImageInputs`]): The images and masks of the call.
+            text ([`TextOfCall`]): The text that the images belong to.
+            made_by (`str`, *optional*): This model's identity, for a cache that is kept after the call without a text.
+            cache_dtype (`str`, *optional*): Dtype for a cache that holds no images yet. Defaults to that of the image
+                store, if there is one.
 
         Returns:
-            [`ImagesOfCall`]: with the caller's mask for the text to come.
+            [`ImagesOfCall`]: the images, with the caller's mask for the text to come.
         """
         if inputs.images is not None:
             self._check_inserted()
@@ -307,30 +317,30 @@ class XAttnImagesMixin:
     def project_images(
         self, states: torch.Tensor, cross: CrossCache, layout: ImageLayout | None = None
     ) -> list[KeyValue]:
-        """Every block's keys and values of all images: those in `cross`, and new ones behind them, in the same dtype.
+        """Returns the keys and values of all images for every block: those in `cross`, followed by the new ones.
 
         Args:
-            states (`torch.Tensor`): `(R, N, context_size)`, the tokens of the new images.
-            cross ([`CrossCache`]): is not changed.
-            layout ([`ImageLayout`], *optional*): of the new images; None for images without padding.
+            states (`torch.Tensor`): `(R, N, context_size)`, the image tokens of the new images.
+            cross ([`CrossCache`]): The images so far. It is not changed. The new keys and values get its dtype.
+            layout ([`ImageLayout`], *optional*): Layout of the new images; None for images without padding.
         """
         images = ImageTokens.of(self.config.cross_attention_config, states, layout, first=not cross.layers)
         dtype = cross.cache_dtype
         found: list[KeyValue] = []
         layers: Any = self.text_model.get_submodule(self._interface.layers)
         for index in sorted({min(index, len(layers) - 1) for index in self.config.cross_attention_layers}):
-            # Through the layer, not the block: device maps and FSDP bring the weights when the layer is called.
+            # The layer is called, and not its block, because device maps and FSDP load weights when a layer is called.
             layer = layers[index]
             if torch.compiler.is_compiling() and not is_distributed():
-                layer = layer.forward  # transformers' hooks that record hidden states cannot be traced here
+                layer = layer.forward  # `torch.compile` cannot trace the hooks that record hidden states here
             for key, value in layer(None, **{KEYWORD: images}):
                 cached = cross.layers[len(found)].read() if cross.layers else None
-                # Rounded before they are read: this call must see what later calls read from the cache.
+                # Keys and values are rounded before they are read, so that this call reads the same as later calls.
                 found.append(append(cached, (as_stored(key, dtype), as_stored(value, dtype))))
         return found
 
     def _check_made_here(self, cross: CrossCache) -> None:
-        """Raises a `ValueError` where images, or the text about them, are of another model or of other weights."""
+        """Raises a `ValueError` if another model, or other weights, made the cached images or read text about them."""
         block = self.config.cross_attention_config
         if cross.layers:
             heads = self.blocks[0].attn.num_key_value_heads
@@ -355,12 +365,13 @@ class XAttnImagesMixin:
         insertion: Any = getattr(self.text_model, "_insertion", None)
         if insertion is None or insertion.name != self._inserted:
             raise ValueError(
-                "`remove_blocks` took the blocks of this model out. Use its text model, or call `retrofit` with that."
+                "Expected a model with blocks, got one whose blocks `remove_blocks` has taken out. Use its text model, "
+                "or call `retrofit` with the text model."
             )
 
 
 class XAttnDelegationMixin:
-    """The image side of [`XAttnForConditionalGeneration`]: each method is that of the model inside it."""
+    """The image side of [`XAttnForConditionalGeneration`]: each method calls that of the [`XAttnModel`] inside it."""
 
     model: XAttnImagesMixin
 

@@ -1,8 +1,9 @@
-"""A text decoder with gated cross-attention blocks, and optionally a vision tower.
+"""A text model with gated cross-attention blocks, and optionally a vision tower.
 
-Vision-language models of transformers build their own decoder. These models contain any causal language model of
-transformers, unchanged. Its layers contain the blocks (see `decoders/insertion.py`), its head computes the logits, and
-its cache is the self-attention half of an `EncoderDecoderCache`.
+Most vision-language models of transformers contain a decoder of their own. The models of this file contain a causal
+language model of transformers, the text model, and do not change its code or its weights: the layers of the text model
+contain the blocks (see `decoders/insertion.py`), its head computes the logits, and its cache is the self-attention half
+of an `EncoderDecoderCache`.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from .utils.transformers_api import CACHE, name_causal_lm, takes_cache
 
 
 class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
-    """Decoder, blocks, connector and vision tower. Returns hidden states.
+    """Text model, blocks, connector and vision tower. Its output has hidden states, and no logits.
 
     Args:
-        config ([`XAttnConfig`]): configuration of the parts, and the layers that get a block.
-        text_model (`PreTrainedModel`, *optional*): a causal language model. It is not copied: the blocks are inserted
-            into its layers. By default a model with random weights is built from `config.text_config`.
-        vision_tower (`PreTrainedModel`, *optional*): a vision model. By default a model with random weights is built
-            from `config.vision_config`.
+        config ([`XAttnConfig`]): Configuration of the parts, and the layers that get a block.
+        text_model (`PreTrainedModel`, *optional*): A causal language model. It is not copied: the blocks are inserted
+            into its layers. By default, a text model with random weights is built from `config.text_config`.
+        vision_tower (`PreTrainedModel`, *optional*): A vision model. By default, a vision tower with random weights is
+            built from `config.vision_config`.
 
     Example:
 
@@ -105,10 +106,11 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         return find_decoder(self.text_model)[0]
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """`PreTrainedModel.get_encoder`, but the whole model for a decoder with a channel (see `layers/context.py`).
+        """`PreTrainedModel.get_encoder`, or the whole model if the text model passes no keywords on to its layers.
 
         transformers' exporters export an encoder and a decoder separately. A decoder that does not take the images as
-        an argument would silently be exported without images. So the exporters export such a model as one.
+        an argument (see `layers/context.py`) would silently be exported without images. If this method returns the
+        whole model, the exporters export one program.
         """
         return super().get_encoder(modality) if self._interface.receives_keywords else self
 
@@ -122,7 +124,7 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         output_attentions: bool | None,
         output_cross_attentions: bool | None,
     ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
-        """Runs the decoder, with or without its head (`runner`), with the images as one keyword argument."""
+        """Runs the text model, with or without its head (`runner`), and passes the images to its layers."""
         self._check_inserted()
         check_text(text, given_cache is None, self.get_input_embeddings)
         call = read_call(self, text, images, given_cache, use_cache, output_attentions, output_cross_attentions)
@@ -136,7 +138,7 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
             sees = decide(self.config, call, found)
             keys_values = find_keys_values(self, call, found)
             context = make_context(self.config, call, found, sees, keys_values)
-        # A cache of the caller's is left as it was if the decoder fails.
+        # If the text model fails, a cache that the caller passed is restored.
         with contextlib.nullcontext() if given_cache is None else whole_or_not_at_all(call.cache):
             outputs = self._interface.call(runner, call.text, context, call.text_cache, call.use_cache)
             weights = None if context is None else self._weights_of_blocks(context, call)
@@ -146,7 +148,7 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         return outputs, (cache if call.use_cache else None), weights
 
     def _weights_of_blocks(self, context: CrossAttentionContext, call: Call) -> tuple[torch.Tensor, ...] | None:
-        """The attention weights of all blocks, if requested.
+        """Returns the attention weights of all blocks, if they are requested.
 
         Raises a `RuntimeError` if a block has not run.
         """
@@ -155,8 +157,8 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         weights, expected = context.recorder.weights, len(self.config.cross_attention_layers)
         if not torch.compiler.is_compiling() and len(weights) != expected:
             raise RuntimeError(
-                f"{type(self.text_model).__name__} did not pass the images to its layers: {len(weights)} of {expected} "
-                "blocks ran."
+                f"Expected all {expected} blocks to run, got {len(weights)}: {type(self.text_model).__name__} did not "
+                "pass the images to its layers."
             )
         if not call.output_attentions:
             return None
@@ -189,49 +191,51 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
     ) -> BaseModelOutputWithPastAndCrossAttentions | tuple:
         """
         Args:
-            input_ids (`torch.LongTensor`): `(batch, text_len)`.
-            pixel_values (`torch.Tensor`, *optional*): `(batch, num_images, channels, height, width)`; `(batch,
-                channels, height, width)` means one image for each row.
-            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, True = a real image. Padding in a cache
-                stays padding: no later mask may show it, and the same picture as a real image is a new one.
-            cross_attention_states (`torch.Tensor`, *optional*): `(batch, num_image_tokens, context_size)`, or `(batch,
-                num_images, tokens, context_size)`; used instead of the vision tower.
-            cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)`, `(batch,
-                text_len, num_image_tokens)` for a decision for each text token, or `(batch, text_len, num_images,
-                max_num_tiles)` with a tiled vision tower. Text after such a mask sees what its last row allows, until
-                the next image marker. The mask covers the images of the call, or all images: those of the cache, then
-                those of the call.
+            input_ids (`torch.LongTensor`): `(batch, text_len)`, the tokens of the text.
+            pixel_values (`torch.Tensor`, *optional*): The images, `(batch, num_images, channels, height, width)`, or
+                `(batch, channels, height, width)` with one image for each row.
+            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, True for a real image and False for
+                padding. What a cache holds as padding stays padding: no later mask may show it. To use the same image
+                as a real one, pass it as a new image.
+            cross_attention_states (`torch.Tensor`, *optional*): Image tokens in place of pixels, `(batch,
+                num_image_tokens, context_size)` or `(batch, num_images, tokens, context_size)`. Tower and connector do
+                not run.
+            cross_attention_mask (`torch.BoolTensor`, *optional*): True where text may attend to an image token. The
+                shape is `(batch, num_image_tokens)`, or `(batch, text_len, num_image_tokens)` with an entry for each
+                text token, or `(batch, text_len, num_images, max_num_tiles)` with a tiled vision tower. The mask covers
+                the images of the call, or those of the cache followed by those of the call. Later text sees what the
+                last text token of the mask sees, until the next image marker.
             aspect_ratio_ids, aspect_ratio_mask (`torch.Tensor`, *optional*): `(batch, num_images)` and `(batch,
-                num_images, max_num_tiles)`, required with a tiled vision tower (Mllama's). Its `pixel_values` are
+                num_images, max_num_tiles)`. A tiled vision tower (Mllama's) requires both, and `pixel_values` of shape
                 `(batch, num_images, max_num_tiles, channels, height, width)`.
-            image_attention_mask (`torch.Tensor`, *optional*): `(batch, text_len, num_images)`, Idefics' form of
-                `cross_attention_mask`.
-            vision_features (`torch.Tensor`, *optional*): what the vision tower has returned for these images, its
-                `last_hidden_state`, in place of `pixel_values`: `(batch, num_images, tokens, width)`, or `(batch,
-                tokens, width)` for one image in each row; `(batch, num_images, max_num_tiles, tokens, width)` with a
-                tiled tower; `(batch, num_images, width, height, width)` with a convolutional one. The tower does not
-                run, the connector does. A tower with trainable weights is refused in training.
+            image_attention_mask (`torch.Tensor`, *optional*): `(batch, text_len, num_images)`, which images each text
+                token may see: the form that Idefics has for `cross_attention_mask`.
+            vision_features (`torch.Tensor`, *optional*): The `last_hidden_state` of the vision tower for these images,
+                in place of `pixel_values`. The connector runs, and the tower does not. The shape is `(batch,
+                num_images, tokens, width)`; `(batch, tokens, width)` with one image for each row; `(batch, num_images,
+                max_num_tiles, tokens, width)` with a tiled tower; or `(batch, num_images, width, height, width)` with a
+                convolutional one. In training, features are refused if weights of the tower train.
             attention_mask (`torch.Tensor`, *optional*): `(batch, text_len)`, mask of the text.
-            position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`. Positions that start again are packed
-                samples: each sees its own text and images only (see `parts/packed_rows.py`), without
-                `attention_mask` and without a cache. In such a call positions that leave some out begin a sample, too.
-            cache (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. If the cache holds
-                images, pass no images, only new images, or all images in their order and then new ones. Anything else
-                is refused. Images are compared by content, row by row.
+            position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`. Positions that start again mark a packed
+                row: each sample sees only its own text and images (see `parts/packed_rows.py`). A packed row needs a
+                call without `attention_mask` and without a cache. In such a call, a jump in the positions starts a
+                sample, too.
+            cache (`EncoderDecoderCache`, *optional*): A cache of earlier text and images. If it holds images, pass no
+                images, only new ones, or all images: those of the cache in their order, then the new ones. Anything
+                else is refused. Images are compared by content, row by row.
             inputs_embeds (`torch.Tensor`, *optional*): `(batch, text_len, hidden_size)`, in place of `input_ids`.
-            use_cache (`bool`, *optional*): whether to return a cache.
-            output_attentions (`bool`, *optional*): return `cross_attentions`, the weights `(batch,
-                num_attention_heads, text_len, num_image_tokens)` of each block, and `attentions`, those of the
-                decoder's layers if its attention implementation returns them. None: as in `config.output_attentions`.
-            output_cross_attentions (`bool`, *optional*): whether to return `cross_attentions`, whatever
-                `output_attentions` says: the decoder's own weights over a long text take a lot of memory. None: as
-                `output_attentions`.
-            return_dict (`bool`, *optional*): False = return a tuple. None: as in `config.return_dict`.
-            image_inputs (`PreparedImages`, *optional*): images that `generate` has encoded, in place of all image
+            use_cache (`bool`, *optional*): Whether to return a cache.
+            output_attentions (`bool`, *optional*): Whether to return `cross_attentions`, the weights `(batch,
+                num_attention_heads, text_len, num_image_tokens)` of each block, and `attentions`, those of the text
+                model's layers if its attention implementation returns them. Defaults to `config.output_attentions`.
+            output_cross_attentions (`bool`, *optional*): Whether to return `cross_attentions`. Defaults to
+                `output_attentions`. Set it alone to save the memory of the text model's own attention weights.
+            return_dict (`bool`, *optional*): False to return a tuple. Defaults to `config.return_dict`.
+            image_inputs (`PreparedImages`, *optional*): Images that `generate` has encoded, in place of all image
                 arguments.
             image_rows (`torch.LongTensor`, *optional*): `(batch,)`, the row of the images that each text row looks at,
-                -1 for none. The images, `image_mask` and a mask of their tokens then have a batch of their own. For
-                training, without a cache.
+                or -1 for none. The images, `image_mask` and a mask of image tokens then have a batch size of their own.
+                Use it in training, where rows share images. It works without a cache only.
 
         Raises:
             TypeError: for unknown keywords, arguments that are not tensors, masks that are not boolean, or states and
@@ -291,10 +295,10 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
 class XAttnForConditionalGeneration(
     XAttnGenerationMixin, XAttnOuterExtrasMixin, XAttnPreTrainedModel, XAttnDelegationMixin, GenerationMixin
 ):
-    """[`XAttnModel`] with the decoder's head, a loss and `generate`.
+    """[`XAttnModel`] with the head of the text model, a loss and `generate`.
 
     Args:
-        config ([`XAttnConfig`]), text_model, vision_tower: see [`XAttnModel`].
+        config ([`XAttnConfig`]), text_model, vision_tower: See [`XAttnModel`].
 
     Example:
 
@@ -314,7 +318,8 @@ class XAttnForConditionalGeneration(
     """
 
     model: XAttnModel
-    # Who asks the class must not roll text back, as with some decoders. Each model has its decoder's own value.
+    # Some decoders keep recurrent state, which cannot be rolled back. The class therefore reports itself as stateful;
+    # `__init__` replaces this with the value of the decoder in use.
     _is_stateful = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -351,17 +356,18 @@ class XAttnForConditionalGeneration(
 
     @property
     def lm_head(self) -> nn.Module | None:
-        """The decoder's head. transformers' exporters look for this name."""
+        """The head of the text model. transformers' exporters look for this name."""
         return self.get_output_embeddings()
 
     def mask_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Returns labels with -100 for image markers and for ids without a row in the head: the loss ignores both.
+        """Returns labels in which image markers, and ids without a row in the head, are replaced by -100.
 
-        Call it in your own collator or training loop, before labels are counted for `num_items_in_batch`. With label
-        smoothing, `Trainer` computes the loss itself and leaves out -100 only.
+        The loss of this model ignores both kinds of labels anyway. Call this method in your own collator or training
+        loop if something else looks at the labels: before you count them for `num_items_in_batch`, or with label
+        smoothing, for which `Trainer` computes the loss itself and ignores only -100.
 
         Args:
-            labels (`torch.LongTensor`): of any shape. The tensor is not changed.
+            labels (`torch.LongTensor`): Labels of any shape. The tensor is not changed.
 
         Raises:
             TypeError: for anything but a tensor of 64-bit integers.
@@ -398,17 +404,18 @@ class XAttnForConditionalGeneration(
     ) -> CausalLMOutputWithCrossAttentions | tuple:
         """
         Args:
-            labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, ids to predict; -100 = ignored. Image markers
-                are also ignored, so they need no row in the head.
+            labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, the ids to predict. The loss ignores labels of
+                -100, and image markers, so that these need no row in the head.
             shift_labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, labels that are already shifted, in
                 place of `labels`.
-            num_items_in_batch (`int` or `torch.Tensor`, *optional*): for gradient accumulation: the number of labels
-                in all micro-batches that are not ignored (see [`~XAttnForConditionalGeneration.mask_labels`]). The
-                loss is the sum over the labels divided by this number. By default the loss is the mean. Labels with
-                image markers are refused, unless the number is that of all labels of this call, markers included.
-            logits_to_keep (`int` or `torch.Tensor`): number of last positions, or indices of positions, whose logits
-                are computed; 0 = all.
-            others: as in [`XAttnModel.forward`].
+            num_items_in_batch (`int` or `torch.Tensor`, *optional*): The number of labels that are not ignored in all
+                micro-batches, for gradient accumulation. The loss is then the sum over the labels divided by this
+                number; by default it is the mean. If there are labels with image markers, the number must be that of
+                all labels of this call, markers included. To use another number, call
+                [`~XAttnForConditionalGeneration.mask_labels`] before you count.
+            logits_to_keep (`int` or `torch.Tensor`): For which positions logits are computed: the number of the last
+                positions, or their indices. 0 stands for all.
+            others: See [`XAttnModel.forward`].
         """
         if kwargs:
             self.model._interface.check_keywords(self.forward, kwargs)

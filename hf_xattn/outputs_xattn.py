@@ -1,6 +1,7 @@
-"""What `forward` and `generate` return where transformers has no output with those fields.
+"""Output classes of `forward` and `generate`, for combinations of fields that no output class of transformers has.
 
-Decoder-only models of transformers have no `cross_attentions`, and encoder-decoders no experts.
+In transformers, outputs of decoder-only models have no `cross_attentions`, and outputs of encoder-decoder models have
+no `router_logits`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 @dataclass
 class XAttnMoeModelOutput(BaseModelOutputWithPastAndCrossAttentions):
-    """[`BaseModelOutputWithPastAndCrossAttentions`] of a mixture-of-experts decoder.
+    """[`BaseModelOutputWithPastAndCrossAttentions`] of a text model with a mixture of experts.
 
     Attributes:
-        router_logits (`tuple[torch.Tensor]`, *optional*): of every expert layer.
+        router_logits (`tuple[torch.Tensor]`, *optional*): The router logits of each layer with experts.
     """
 
     router_logits: tuple[torch.Tensor, ...] | None = None
@@ -25,11 +26,11 @@ class XAttnMoeModelOutput(BaseModelOutputWithPastAndCrossAttentions):
 
 @dataclass
 class XAttnMoeCausalLMOutput(CausalLMOutputWithCrossAttentions):
-    """[`CausalLMOutputWithCrossAttentions`] of a mixture-of-experts decoder.
+    """[`CausalLMOutputWithCrossAttentions`] of a text model with a mixture of experts.
 
     Attributes:
-        aux_loss (`torch.Tensor`, *optional*): load-balancing loss, part of `loss`.
-        router_logits (`tuple[torch.Tensor]`, *optional*): of every expert layer.
+        aux_loss (`torch.Tensor`, *optional*): The load-balancing loss, which `loss` contains.
+        router_logits (`tuple[torch.Tensor]`, *optional*): The router logits of each layer with experts.
     """
 
     aux_loss: torch.Tensor | None = None
@@ -41,9 +42,10 @@ class XAttnGenerateOutput(GenerateDecoderOnlyOutput):
     """[`GenerateDecoderOnlyOutput`] with the attention of text to images.
 
     Attributes:
-        cross_attentions (`tuple[tuple[torch.Tensor]]`, *optional*): with `output_attentions=True`, one entry a
-            generated token, each with one tensor a block: `(batch, num_attention_heads, text_len of the step,
-            num_image_tokens)`. The first step reads the prompt. None where there are no images.
+        cross_attentions (`tuple[tuple[torch.Tensor]]`, *optional*): The attention weights of the blocks, if
+            `output_attentions=True` and there are images. There is one tuple for each generated token, with one tensor
+            for each block: `(batch, num_attention_heads, text_len of the step, num_image_tokens)`. The first step reads
+            the prompt.
     """
 
     cross_attentions: tuple[tuple[torch.Tensor, ...], ...] | None = None
@@ -54,8 +56,8 @@ class XAttnGenerateBeamOutput(GenerateBeamDecoderOnlyOutput):
     """[`GenerateBeamDecoderOnlyOutput`] with the attention of text to images.
 
     Attributes:
-        cross_attentions (`tuple[tuple[torch.Tensor]]`, *optional*): as in [`XAttnGenerateOutput`], with `batch *
-            num_beams` rows. `beam_indices` tells which row of a step belongs to a sequence.
+        cross_attentions (`tuple[tuple[torch.Tensor]]`, *optional*): As in [`XAttnGenerateOutput`], with `batch *
+            num_beams` rows. `beam_indices` says which row of a step belongs to which sequence.
     """
 
     cross_attentions: tuple[tuple[torch.Tensor, ...], ...] | None = None

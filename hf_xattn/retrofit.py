@@ -65,43 +65,52 @@ def retrofit(
     perceiver_config: PerceiverConfig | dict[str, Any] | None = None,
     **load_kwargs,
 ) -> XAttnForConditionalGeneration:
-    """Puts gated cross-attention blocks into a text-only causal language model.
+    """Puts gated cross-attention blocks into a text model, and connects them to a vision tower.
 
-    The decoder's weights keep their values and their names, and a fresh model gives the base's logits bit for bit. A
-    loaded model is not copied: it contains the blocks afterwards. It still works for text-only calls, and its own
-    `save_pretrained` saves what it saved before. [`remove_blocks`] gives it back as it was.
+    The weights of the text model keep their values and their names, and a fresh model gives the logits of the text
+    model bit for bit.
+
+    If `text` is a loaded model, it is not copied, but gets the blocks itself. It still works for text-only calls, and
+    its own `save_pretrained` saves what it saved before. [`remove_blocks`] takes the blocks out again.
 
     Args:
-        text (`str`, `Path` or `PreTrainedModel`): a Hub id, a local folder, a path that ends in `.gguf`, or a loaded
-            causal language model. From a larger model (a vision-language model with a `text_config`) only the text
-            half is used.
-        vision (`str`, `Path` or `PreTrainedModel`, *optional*): a Hub id, a local folder or a loaded vision model,
-            whose output has `last_hidden_state`. Without a vision model, the new model takes `cross_attention_states`.
-        cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in
-            front. An index that is repeated puts several blocks there, one after the other.
-        layers (`list[int]`, *optional*): the same.
-        every (`int`, defaults to 4): without `cross_attention_layers`, layers `every - 1`, `2 * every - 1`, ...
-        cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a
-            `dict` leaves out follow the decoder's. A `dict` without a field of the gate gets `gate="token"`: text that
-            does not concern the image can then leave it out.
-        connector_type (`str`, *optional*): a field of [`XAttnConfig`]. Default: `"mlp_2d"` if the tower gives a square
-            grid of tokens for a square picture, else `"mlp"`. Take `"mlp"` for pictures that are no squares when the
-            image processor is done.
+        text (`str`, `Path` or `PreTrainedModel`): The text model: a Hub id, a local folder, a path that ends in
+            `.gguf`, or a loaded causal language model. From a vision-language model (with a `text_config`) only the
+            text half is used.
+        vision (`str`, `Path` or `PreTrainedModel`, *optional*): The vision tower: a Hub id, a local folder or a loaded
+            vision model, whose output has `last_hidden_state`. Without a vision tower, the new model takes
+            `cross_attention_states` in place of pixels.
+        cross_attention_layers (`list[int]`, *optional*): Indices, from 0, of the decoder layers that get a block in
+            front. If an index is repeated, the layer gets several blocks, one after the other.
+        layers (`list[int]`, *optional*): A shorter name of `cross_attention_layers`.
+        every (`int`, defaults to 4): If `cross_attention_layers` is left out, the layers `every - 1`, `2 * every - 1`,
+            ... get a block.
+        cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): Configuration of the blocks. The sizes that a
+            `dict` leaves out are those of the text model. If a `dict` sets no field of the gate, the gate is `"token"`:
+            text that has nothing to do with the image can then ignore it.
+        connector_type (`str`, *optional*): See [`XAttnConfig`]. By default it is `"mlp_2d"` if the tower turns a square
+            image into a square grid of tokens, and `"mlp"` otherwise. Pass `"mlp"` if your image processor makes
+            images that are not square.
         image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_options,
             connector_hidden_act, connector_bias, vision_feature_select_strategy, vision_feature_layer,
-            vision_hidden_size, perceiver_config: fields of [`XAttnConfig`].
-        load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`, `revision`,
-            `trust_remote_code`, ... `gguf_file` is the name of a GGUF file in the folder or repository `text`, whose
-            weights are unpacked, in float32 unless `dtype` says otherwise. `attn_implementation` may be a `dict` with
-            one entry for each part: `{"text_config": ..., "vision_config": ..., "cross_attention_config": ...}`. A
-            `quantization_config` is for the text model: what is added stays in high precision, on its device.
+            vision_hidden_size, perceiver_config: See [`XAttnConfig`].
+        load_kwargs: Keyword arguments for `from_pretrained` of both checkpoints, such as `dtype`, `revision` and
+            `trust_remote_code`. `gguf_file` is the name of a GGUF file in the folder or repository `text`; its weights
+            are unpacked, to float32 unless you pass another `dtype`. `attn_implementation` may be a `dict` with an
+            entry for each part: `{"text_config": ..., "vision_config": ..., "cross_attention_config": ...}`.
+            `quantization_config` quantizes the text model only. The new parts stay in high precision, on the device of
+            the text model.
+
+    Returns:
+        [`XAttnForConditionalGeneration`]: the new model. It is in evaluation mode, unless a loaded `text` is in
+            training mode.
 
     Raises:
         ImportError: for a GGUF file without the package `gguf`.
         TypeError: for an unknown keyword, or if `text` or `vision` is neither a model nor a checkpoint.
-        ValueError: for a checkpoint without safetensors, a GGUF file that cannot be read, a model that is not a
-            decoder or already has blocks, a wrong layer, or contradictory options; before weights are loaded, if the
-            configuration is enough to find the error.
+        ValueError: for a checkpoint without safetensors, a GGUF file that cannot be read, a model that is not a decoder
+            or already has blocks, a wrong layer, or contradictory options. If the configuration is enough to find the
+            error, it is raised before weights are loaded.
 
     Example:
 
@@ -162,7 +171,7 @@ def retrofit(
         "vision_hidden_size": vision_hidden_size,
         "perceiver_config": perceiver_config,
     }
-    # Makes all checks before weights are read.
+    # Building the configuration makes all checks, before weights are read.
     checked = XAttnConfig(text_config=text_config, vision_config=vision_config, **options)
     options["cross_attention_config"] = checked.cross_attention_config
     _warn_of_start(checked.cross_attention_config)
@@ -196,21 +205,22 @@ def _one_of(cross_attention_layers: list[int] | None, layers: list[int] | None) 
 
 
 def remove_blocks(model: Any) -> PreTrainedModel:
-    """Takes the blocks out of a text model. It is then what it was before [`retrofit`], bit for bit.
+    """Takes the blocks out of a text model, which is then the same as before [`retrofit`].
 
-    Added tokens are taken out, too. What was trained, frozen, cast or moved meanwhile stays so. The model around the
-    text model cannot be called or saved any more.
+    Added tokens are taken out, too. If weights of the text model were trained, frozen, cast or moved since, they stay
+    so; otherwise its logits are the same bit for bit. The model around the text model cannot be called or saved any
+    more.
 
     Args:
-        model ([`XAttnForConditionalGeneration`], [`XAttnModel`] or `PreTrainedModel`): a model with blocks, or the text
-            model that contains them. Changed in place.
+        model ([`XAttnForConditionalGeneration`], [`XAttnModel`] or `PreTrainedModel`): A model with blocks, or the text
+            model that contains them. It is changed in place.
 
     Returns:
         `PreTrainedModel`: the text model.
 
     Raises:
         ValueError: for a model without blocks, or whose blocks were removed already; for layers that hold adapters
-            (PEFT) or hooks of accelerate, or that FSDP has split. The model is not changed then.
+            (PEFT) or hooks of accelerate, or that FSDP has split. In these cases the model is not changed.
 
     Example:
 
@@ -262,7 +272,7 @@ def _warn_of_start(config: CrossAttentionConfig) -> None:
 
 
 def _unsaid_width(vision_config: PreTrainedConfig, found: Measured | None) -> int | None:
-    """The width of a tower's features, where its configuration does not say it, or says another one."""
+    """The width of a tower's features if its configuration lacks it or has another value, and None otherwise."""
     try:
         said = width_of(vision_config)
     except ValueError:
@@ -271,7 +281,7 @@ def _unsaid_width(vision_config: PreTrainedConfig, found: Measured | None) -> in
 
 
 def _with_defaults(cross_attention: Any, **defaults: Any) -> Any:
-    """Fields of blocks, with those that are not given. Whatever is no `dict` stays as it is."""
+    """Adds `defaults` to the fields of blocks that a caller gave as a `dict`. A configuration stays as it is."""
     given = {} if cross_attention is None else cross_attention
     return {**defaults, **given} if isinstance(given, dict) else given
 
@@ -290,7 +300,7 @@ def _load_tower(vision: str | Path, text: PreTrainedModel, load_kwargs: dict[str
     own |= {name: text.dtype for name in ("dtype", "torch_dtype") if own.get(name) == "auto"}  # as the text model
     tower: Any = load_vision(vision, **{"dtype": text.dtype, **own})
     if "quantization_config" in load_kwargs and "device_map" not in load_kwargs:
-        tower = tower.to(text.device)  # a quantizer may have put the text model on the accelerator
+        tower = tower.to(text.device)  # a quantizer may have moved the text model to the accelerator
     return tower
 
 

@@ -1,10 +1,10 @@
-"""Imports a MOSS-VL checkpoint for one picture a text: `moss_vl_parts.py` says what that means.
+"""Imports a MOSS-VL checkpoint, for one image in each text (see `moss_vl_parts.py`).
 
 python examples/own_parts/import_moss_vl.py SOURCE OUTPUT --size HEIGHT WIDTH --place TOKENS
 
-SOURCE is a folder or a Hub id. All pictures get one size, of multiples of 32. TOKENS are the text tokens in front of
-the picture's marker in each text, such as those of the system prompt. To use the result, import `moss_vl_parts` first:
-its processor, which the commands of `hf-xattn` do not find, makes the `position_ids` that the model asks for.
+SOURCE is a folder or a Hub id. All images get the same size, of multiples of 32. TOKENS is the number of text tokens in
+front of the image marker in each text, such as those of the system prompt. To use the result, import `moss_vl_parts`
+first. It has the processor that makes the `position_ids` of a text; the commands of `hf-xattn` do not find it.
 
 | MOSS-VL (`model.`) | here (`model.`) |
 |---|---|

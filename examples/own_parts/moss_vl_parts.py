@@ -1,9 +1,9 @@
-"""Parts of MOSS-VL for one picture a text: its vision tower, connector, rotary code and processor.
+"""Parts of MOSS-VL for one image in each text: its vision tower, connector, rotary position encoding and processor.
 
-In MOSS-VL the place of a picture is counted in the text: its keys begin at the place of its marker, and the text behind
-it goes on behind the picture. A code of positions here gets the place of a token within its picture alone. So the
-picture has to stand at one place, which `position_options` names, and `position_ids` have to count it, as those of
-`MossVLProcessor` do. All else is refused.
+In MOSS-VL, the position of an image is counted in the text: the keys of the image begin at the position of its marker,
+and the text after the image goes on after the positions of the image. In this package, a position encoding gets the
+position of an image token only within its image. So the image has to be at one fixed position, which `position_options`
+names, and `position_ids` have to count the image, as those of `MossVLProcessor` do. Everything else is refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import hf_xattn
 
 
 NAME = "moss_vl"
-MARK = torch.int32  # of positions that count the picture: those that are counted without it are int64
+MARK = torch.int32  # dtype of positions that count the image; other positions are int64
 
 
 class MossVLTowerConfig(Qwen3VLVisionConfig):
-    """Of a Qwen3-VL tower, with the only size of pictures `[height, width]` that a model reads."""
+    """Configuration of a Qwen3-VL tower, with the only size of images `[height, width]` that the model reads."""
 
     model_type = "moss_vl_tower"
 
@@ -33,7 +33,7 @@ class MossVLTowerConfig(Qwen3VLVisionConfig):
 
     @property
     def grid(self) -> list[int]:
-        """Rows and columns of the image tokens of a picture."""
+        """Rows and columns of the image tokens of an image."""
         side = self.patch_size * self.spatial_merge_size
         if self.image_size is None or len(self.image_size) != 2 or any(each % side for each in self.image_size):
             raise ValueError(
@@ -44,9 +44,9 @@ class MossVLTowerConfig(Qwen3VLVisionConfig):
 
 
 class MossVLTower(Qwen3VLVisionModel):
-    """The layers of Qwen3-VL's tower, for whole pictures `(images, channels, height, width)`. It merges no patches.
+    """The layers of Qwen3-VL's tower, for whole images `(images, channels, height, width)`. It merges no patches.
 
-    Patches that become one image token stand one after the other in the output.
+    In the output, the patches that become one image token are next to each other.
     """
 
     config_class = MossVLTowerConfig
@@ -69,7 +69,7 @@ class MossVLTower(Qwen3VLVisionModel):
         images, (rows, columns) = len(pixel_values), self.config.grid
         cut = pixel_values.reshape(images, -1, rows, merge, patch, columns, merge, patch)
         patches = cut.permute(0, 2, 5, 3, 6, 1, 4, 7)[..., None, :, :]
-        frames = patches.repeat_interleave(self.config.temporal_patch_size, dim=-3)  # of a still picture
+        frames = patches.repeat_interleave(self.config.temporal_patch_size, dim=-3)  # an image has equal frames
         grid = torch.tensor([[1, rows * merge, columns * merge]] * images, device=pixel_values.device)
         output: Any = super().forward(
             frames.reshape(images * rows * columns * merge**2, -1), grid, output_hidden_states=output_hidden_states
@@ -82,9 +82,9 @@ class MossVLTower(Qwen3VLVisionModel):
 
 
 class MossVLMerger(nn.Module):
-    """Joins the chosen layers of the tower and neighbouring patches to image tokens, and ends a picture by a separator.
+    """Joins the chosen layers of the tower and neighbouring patches to image tokens, and adds a separator at the end.
 
-    `vision_feature_layer` names the layers, the last one first. Each has a norm.
+    `vision_feature_layer` names the layers, the last one first. Each layer has a norm.
     """
 
     def __init__(self, config):  # an XAttnConfig
@@ -107,11 +107,11 @@ class MossVLMerger(nn.Module):
 
 
 class MossVLRotary(nn.Module):
-    """The rotary code in three axes (XRoPE) of a picture at a known place of its text.
+    """The rotary position encoding in three axes (XRoPE) of an image at a known position of its text.
 
-    `position_options`: `place`, how many text tokens stand in front of the picture's marker; `grid`, rows and columns
-    of its image tokens; `theta`; and `sections`, how many frequencies belong to frame, rows and columns. A token in row
-    y and column x has the place `(place, place + y, place + x)`, the separator `place + max(grid)` on all axes.
+    `position_options` has `place`, the number of text tokens in front of the image marker; `grid`, the rows and columns
+    of the image tokens; `theta`; and `sections`, the number of frequencies for frame, rows and columns. A token in row
+    y and column x has the position `(place, place + y, place + x)`. The separator has `place + max(grid)` on all axes.
     """
 
     def __init__(self, config):  # a CrossAttentionConfig
@@ -138,16 +138,16 @@ class MossVLRotary(nn.Module):
         pairs = torch.arange(states.shape[-1] // 2, device=states.device)
         axis = pairs % 3
         axis = torch.where((axis > 0) & (pairs >= 3 * torch.tensor(self.sections, device=pairs.device)[axis]), 0, axis)
-        # In float32, in a model of any dtype: bfloat16 has no room for a place above 256.
+        # The angles are float32 in a model of any dtype, because bfloat16 does not hold all integers above 256.
         angles = axes[..., axis] * self.theta ** (-pairs.float() / len(pairs))
         angles = torch.cat([angles, angles], dim=-1)[..., None, :]
         first, second = states.chunk(2, dim=-1)
         return states * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
 
     def _of_picture(self, states, places):
-        """The places of the keys of one picture, `(1, tokens, 3)`."""
+        """Returns the positions of the keys of one image, `(1, tokens, 3)`."""
         tokens = self.rows * self.columns + 1
-        if states.shape[1] > 1 and states.shape[1] != tokens:  # one stands in for pictures of other processes
+        if states.shape[1] > 1 and states.shape[1] != tokens:  # a single token stands in for images of other processes
             raise ValueError(
                 f"Expected one picture ({tokens} image tokens) in each row, got {states.shape[1]} tokens. A second one "
                 "would stand at another place of the text, which this code does not know. Rows without a picture go "
@@ -161,9 +161,9 @@ class MossVLRotary(nn.Module):
 def positions_of_text(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None, image_token_id: int, place: int, side: int
 ) -> torch.Tensor | None:
-    """`position_ids` `(batch, text_len)` of whole texts that count their picture; None if no text has one.
+    """Returns `position_ids` `(batch, text_len)` of whole texts, which count their image; None if no text has one.
 
-    The marker takes `side + 1` places, `side` being the longer side of the grid, and stands at the last of them.
+    The marker takes `side + 1` positions and has the last of them. `side` is the longer side of the grid.
 
     Raises:
         ValueError: for a text with several markers, or with a marker behind more or fewer than `place` tokens.
@@ -186,12 +186,12 @@ def positions_of_text(
 
 
 class MossVLProcessor(hf_xattn.XAttnProcessor):
-    """An `XAttnProcessor` that also makes the `position_ids` of texts with a picture. `for_model` makes one.
+    """An `XAttnProcessor` that also makes the `position_ids` of texts with an image. `for_model` makes one.
 
-    Give it the whole text, also where a cache holds the beginning. It is not for training.
+    Pass it the whole text, also if a cache holds the beginning of the text. It is not for training.
 
     Args:
-        place, side (`int`): see [`positions_of_text`].
+        place, side (`int`): See [`positions_of_text`].
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class MossVLProcessor(hf_xattn.XAttnProcessor):
 
     @classmethod
     def for_model(cls, model: Any, image_processor: Any, tokenizer: Any, chat_template: str | None = None):
-        """The processor of an imported model. Raises a `ValueError` for an `image_processor` of another size."""
+        """Makes the processor of an imported model. Raises a `ValueError` for an `image_processor` of another size."""
         size, expected = image_processor.size, model.config.vision_config.image_size
         if [size["height"], size["width"]] != expected:
             raise ValueError(f"Expected `image_processor` to make pictures of {expected} (height, width), got {size}.")

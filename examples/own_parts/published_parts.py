@@ -1,4 +1,4 @@
-"""Parts of published designs, written as parts of one's own: MOSS-VL's connector and rotary code, MoshiVis's gate."""
+"""Published designs as parts of your own: MOSS-VL's connector and rotary position encoding, and MoshiVis's gate."""
 
 import torch
 from torch import nn
@@ -7,12 +7,14 @@ import hf_xattn
 
 
 class GridRotary(nn.Module):
-    """A rotary code in three axes: frame, row and column of an image token; on all three, the place of a text token.
+    """A rotary position encoding in three axes: the frame, the row and the column of an image token.
 
-    As in MOSS-VL, and in Qwen3-VL's self-attention, the frequencies take turns at the axes; what is left over is of the
-    frame. But an image, or a video as one image of many frames, begins at frame 0, wherever it stands in the text: so
-    it is encoded without a text. The grid is that of the image tokens: behind `DeepstackMerger`, half of the tower's in
-    each direction. `prefix` counts tokens in front of it, such as a class token.
+    A text token has its position on all three axes. As in MOSS-VL, and in the self-attention of Qwen3-VL, the
+    frequencies are given to the axes in turn, and the remaining ones belong to the frame. But here an image, or a video
+    as one image of many frames, begins at frame 0 wherever it stands in the text, because it is encoded without a text.
+
+    `grid` is that of the image tokens. After `DeepstackMerger`, it has half as many rows and columns as that of the
+    tower. `prefix` is the number of tokens in front of the grid, such as a class token.
     """
 
     def __init__(self, config):  # a CrossAttentionConfig
@@ -29,7 +31,7 @@ class GridRotary(nn.Module):
             places = torch.stack([place // image, place % image // self.columns, place % self.columns], dim=-1)
         pairs = torch.arange(states.shape[-1] // 2, device=states.device)
         axes = torch.where(pairs < 3 * self.of_rows, pairs % 3, 0)
-        # In float32, in a model of any dtype: bfloat16 has no room for a place above 256.
+        # The angles are float32 in a model of any dtype, because bfloat16 does not hold all integers above 256.
         angles = places[..., axes] * self.theta ** (-pairs.float() / len(pairs))
         angles = torch.cat([angles, angles], dim=-1)[..., None, :]
         first, second = states.chunk(2, dim=-1)
@@ -37,7 +39,7 @@ class GridRotary(nn.Module):
 
 
 class MoshiVisGate(nn.Module):
-    """`sigmoid(mlp(update) - offset) * update`: nearly closed at first, and opened by what the attention has found."""
+    """`sigmoid(mlp(update) - offset) * update`. The result of the attention opens it; at first it is nearly closed."""
 
     def __init__(self, config):  # a CrossAttentionConfig
         super().__init__()

@@ -1,4 +1,4 @@
-"""A connector and a gate from nothing, registered under names that a configuration can choose."""
+"""A connector and a gate of your own, registered under names that a configuration can choose."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ import hf_xattn
 
 
 class Merging(nn.Module):
-    """Makes one image token of each `merge` neighbouring features of the vision tower."""
+    """Turns each `merge` neighbouring features of the vision tower into one image token."""
 
     def __init__(self, config):  # an XAttnConfig
         super().__init__()
@@ -22,7 +22,7 @@ class Merging(nn.Module):
 
 
 class TextGate(nn.Module):
-    """Lets each text token decide how much it takes of a branch: `sigmoid(text @ weight + bias) * update`."""
+    """Lets each text token decide how much of a branch it adds: `sigmoid(text @ weight + bias) * update`."""
 
     def __init__(self, config):  # a CrossAttentionConfig
         super().__init__()

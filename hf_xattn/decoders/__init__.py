@@ -1,6 +1,6 @@
-"""Any text decoder of transformers: what is learned by looking at it, where blocks go, its vocabulary, packed rows,
-checkpointing.
+"""Adapts to any decoder of transformers: inspects it, inserts blocks into its layers, checks its text arguments, and
+computes its loss.
 
-What may come in: what depends on the base, and on no image.
+What belongs here: what depends on the text model, and not on an image.
 Imports from: utils, cache, layers, images.
 """

@@ -1,8 +1,8 @@
 """The blocks at one place of a decoder: in most models one block, otherwise several that run one after the other.
 
-Several blocks are one submodule of the layer, so the layer holds the same two names however many blocks it has. A
-single block keeps its names without a number: `cross_attention_block.attn...` of one,
-`cross_attention_block.0.attn...` of the first of several.
+Several blocks at one place are one submodule of the layer. So the submodule has the same name however many blocks there
+are. The names of a single block have no number: its weights are `cross_attention_block.attn...`, and those of the first
+of several blocks are `cross_attention_block.0.attn...`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..utils.tensor_checks import is_quantized
 def blocks_at(layers: list[int], place: int) -> list[int]:
     """Returns the indices of the blocks in front of layer `place`, in the order in which they run.
 
-    `layers` are the places of all blocks. The number of layers is the place after the last one.
+    `layers` has the place of each block. The place after the last layer is the number of layers.
     """
     return [index for index, each in enumerate(layers) if each == place]
 
@@ -40,7 +40,7 @@ class BlockStack(nn.Sequential):
         return hidden_states
 
     def encode(self, images: ImageTokens) -> tuple[KeyValue, ...]:
-        """The keys and values of new images, of every block."""
+        """Returns the keys and values of new images, one pair for each block."""
         return tuple(pair for block in self for pair in block.encode(images))  # type: ignore[operator]
 
 
@@ -49,20 +49,22 @@ Blocks: TypeAlias = "GatedCrossAttentionBlock | BlockStack"
 
 @torch.no_grad()
 def weight_of(layer: nn.Module) -> torch.Tensor:
-    """A weight that has the device and the dtype of a layer: a matrix, because vectors may stay in float32."""
+    """Returns a weight with the device and the dtype of a layer. It is a matrix, because vectors may be float32."""
     weights = list(layer.parameters())
     return next((weight for weight in weights if weight.dim() > 1), weights[0])
 
 
 def make_blocks(config: XAttnConfig, place: int, like: torch.Tensor, computes_in: torch.dtype) -> Blocks | None:
-    """Makes the blocks in front of layer `place`, on the device and in the dtype of a layer; None if it has none.
+    """Makes the blocks in front of layer `place`, on the device and in the dtype of the layer.
 
-    In half precision, gates and norms are float32.
+    Gates and norms are float32 also in half precision. Returns None if there is no block at this place.
 
     Args:
-        place (`int`): a layer, or the number of layers for the blocks after the last one.
-        like (`torch.Tensor`): a weight of the layer. On the meta device, the blocks are as torch's defaults say.
-        computes_in (`torch.dtype`): dtype of the blocks where that weight is quantized: it is stored as integers.
+        config ([`XAttnConfig`]): Configuration of the model.
+        place (`int`): Index of a layer, or the number of layers for the blocks after the last layer.
+        like (`torch.Tensor`): A weight of the layer, whose device and dtype the blocks get. If it is on the meta
+            device, they get torch's default device and dtype.
+        computes_in (`torch.dtype`): Dtype of the blocks if this weight is quantized, that is, stored as integers.
     """
     found = blocks_at(config.cross_attention_layers, place)
     if not found:

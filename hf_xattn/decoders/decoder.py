@@ -1,6 +1,6 @@
-"""Inspects a text decoder: finds its layers, its arguments, and the way images reach its layers.
+"""Inspects a text model: finds its layers, its arguments, and the way in which images reach its layers.
 
-`decoders/insertion.py` puts the blocks in.
+`decoders/insertion.py` inserts the blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ..utils.transformers_api import HAS_RECORDING, check_recorded, is_before, n
 
 logger = logging.get_logger(__name__)
 
-# Argument names of the cache in causal language models: since transformers 5.24, before, and in state-space models.
+# Names of the cache among the arguments of causal language models: since transformers 5.24; before; in state-space
+# models.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 # Attribute names of the stack of layers in decoders.
@@ -36,7 +37,7 @@ LAYER_ATTRIBUTES = ("layers", "h", "blocks", "block", "layer")
 
 
 def find_decoder(language_model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList]:
-    """Finds the module that runs the decoder's layers, and the layers.
+    """Finds the module that runs the decoder layers of a text model, and these layers.
 
     Raises a `ValueError` if the model has no stack of `num_hidden_layers` layers.
     """
@@ -60,7 +61,9 @@ def find_decoder(language_model: PreTrainedModel) -> tuple[PreTrainedModel, nn.M
 
 
 def find_cache_argument(language_model: PreTrainedModel) -> str:
-    """The argument name of the model's cache, which depends on the version of transformers, or on custom code.
+    """Returns the name of the cache among the arguments of a text model.
+
+    The name depends on the version of transformers, and may be another one in custom code.
 
     Raises a `ValueError` if the model takes no `Cache`.
     """
@@ -77,7 +80,7 @@ def find_cache_argument(language_model: PreTrainedModel) -> str:
 def layers_receive_keywords(language_model: PreTrainedModel) -> bool:
     """Whether the `**kwargs` of a model's `forward` reach the layers of its decoder, through every model in between.
 
-    Reads the source code instead of running the model: the model may be too large, or have no weights yet.
+    The function reads the source code and does not run the model, which may be too large, or have no weights yet.
     """
     decoder, _ = find_decoder(language_model)
     path = next(name for name, module in language_model.named_modules() if module is decoder)
@@ -91,7 +94,10 @@ def layers_receive_keywords(language_model: PreTrainedModel) -> bool:
 
 @memoized
 def _hands_keywords_on(model_class: type[nn.Module], child: str | None) -> bool:
-    """Whether `forward` passes its own `**kwargs` to `self.<child>`; None: to the layers, the variables of loops."""
+    """Whether `forward` passes its own `**kwargs` on to `self.<child>`.
+
+    If `child` is None, it must pass them on to the layers, which in the code are variables of loops.
+    """
     forward = inspect.unwrap(model_class.forward)
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
@@ -122,21 +128,21 @@ def _hands_keywords_on(model_class: type[nn.Module], child: str | None) -> bool:
 
 
 class DecoderInterface(NamedTuple):
-    """How to call a decoder."""
+    """How to call a text model, and what its decoder can do."""
 
     layers: str  # name of the list of layers in the text model
-    arguments: frozenset[str]  # names in the decoder's `forward`
-    cache_argument: str  # name of the cache
+    arguments: frozenset[str]  # names of the arguments of the text model's `forward`
+    cache_argument: str  # name of the cache among these arguments
     receives_keywords: bool  # whether the layers get the keyword arguments of `forward`
-    keywords: frozenset[str]  # keyword names that the decoder reads, with its head
-    body_keywords: frozenset[str]  # without its head
-    is_custom_code: bool  # it may read further keyword names
-    name: str  # the decoder, for errors
-    packs: bool = False  # a row may hold several samples, which it keeps apart by their positions
-    forgets: bool = False  # its layers drop their state when they read several tokens after cached text
-    counts_from_zero: bool = False  # it numbers text after cached text from 0 where no `position_ids` are given
-    keeps_state: bool = False  # some layers keep a running state of the text in place of keys and values
-    only_states: bool = False  # all layers do
+    keywords: frozenset[str]  # names of keyword arguments that the text model reads, with its head
+    body_keywords: frozenset[str]  # names of keyword arguments that it reads without its head
+    is_custom_code: bool  # whether it is custom code, which may read further keyword arguments
+    name: str  # name of the text model in errors
+    packs: bool = False  # whether it keeps several samples of a row apart by their positions
+    forgets: bool = False  # whether its layers drop their state when they read several tokens after cached text
+    counts_from_zero: bool = False  # whether it counts text after cached text from 0 without `position_ids`
+    keeps_state: bool = False  # whether some layers keep a running state of the text in place of keys and values
+    only_states: bool = False  # whether all layers keep such a state
     not_static: str | None = None  # why it cannot have a static cache
 
     @classmethod
@@ -172,7 +178,7 @@ class DecoderInterface(NamedTuple):
         )
 
     def check_continues(self, length: int, cache: Cache | None) -> None:
-        """Raises a `ValueError` for an impossible cache, and for several tokens after text that would be forgotten."""
+        """Raises a `ValueError` for an unusable cache, and for several tokens after text that would be forgotten."""
         if cache is None:
             return
         if not HAS_RECORDING:
@@ -187,26 +193,27 @@ class DecoderInterface(NamedTuple):
             )
 
     def check_padding(self, mask: Any, length: int, cache: Cache | None, by_one: bool, generates: bool = False) -> None:
-        """Refuses padding that would get into a running state, or warns of it where transformers' own calls do so.
+        """Refuses padding that a running state would read, or warns of it.
 
         Args:
-            mask (`torch.Tensor`, *optional*): `attention_mask`. Masks of more axes are made by a caller or
-                transformers, and not read.
-            length (`int`): number of new tokens.
-            by_one (`bool`): whether the new tokens are read one at a time. The layers mask no padding then.
-            generates (`bool`): whether `generate` asks, before its first step.
+            mask (`torch.Tensor`, *optional*): The `attention_mask`. Only a mask of two axes is checked; others are made
+                by a caller or by transformers.
+            length (`int`): Number of new tokens.
+            cache (`Cache`, *optional*): The cache of the text.
+            by_one (`bool`): Whether the new tokens are read one at a time. The layers then mask no padding.
+            generates (`bool`, defaults to `False`): Whether `generate` calls this method, before its first step.
 
         Raises:
-            ValueError: for padding in front of text with `by_one`; for padding after text where the call is a later
-                turn, or the prompt of `generate`.
+            ValueError: for padding in front of text with `by_one`; for padding after text in a later turn or in the
+                prompt of `generate`. Other padding after text only gets a warning.
         """
         if not self.keeps_state or not isinstance(mask, torch.Tensor) or mask.dim() != 2 or not has_values(mask):
             return
         if length == 1 and mask.device.type != "cpu":
-            return  # every step would wait for the device
+            return  # otherwise every step would wait for the device
         real, cached = mask != 0, cache is not None and _holds_state(cache)
         if cached and mask.shape[1] == length:
-            real = torch.cat([torch.ones_like(real[:, :1]), real], dim=1)  # a mask of the new text alone
+            real = torch.cat([torch.ones_like(real[:, :1]), real], dim=1)  # the mask covers only the new text
         before = real.cumsum(dim=1)
         follows = real[:, 1:]
         if generates:
@@ -235,7 +242,10 @@ class DecoderInterface(NamedTuple):
         )
 
     def check_keywords(self, caller: Callable[..., Any], given: dict[str, Any], body: bool = False) -> None:
-        """Raises a `TypeError` for keyword arguments that the decoder does not read (`body`: without its head)."""
+        """Raises a `TypeError` for keyword arguments that the text model does not read.
+
+        `body` says whether it runs without its head.
+        """
         refuse_unknown(caller, given, self.body_keywords if body else self.keywords, only_near=self.is_custom_code)
 
     def call(
@@ -246,16 +256,17 @@ class DecoderInterface(NamedTuple):
         cache: Cache | None,
         use_cache: bool,
     ) -> Any:
-        """Calls the decoder with the context. `runner` is the decoder with or without its head.
+        """Calls the text model with the context. `runner` is the text model with or without its head.
 
-        The context is a keyword argument, or goes through the channel if the decoder passes no keywords to its layers.
+        The context is a keyword argument. If the decoder does not pass keyword arguments to its layers, the context
+        goes through the channel (see `layers/context.py`).
         """
-        left_out = {"position_ids", "logits_to_keep"} - self.arguments  # `generate` gives them to all decoders
+        left_out = {"position_ids", "logits_to_keep"} - self.arguments  # `generate` passes them to all models
         arguments = {name: value for name, value in arguments.items() if value is not None and name not in left_out}
         text = arguments["input_ids"] if "input_ids" in arguments else arguments["inputs_embeds"]
         mask = arguments.get("attention_mask")
         if self.only_states and isinstance(mask, torch.Tensor) and mask.dim() == 2:
-            arguments["attention_mask"] = mask[:, -text.shape[1] :]  # Mamba multiplies new tokens by the mask of all
+            arguments["attention_mask"] = mask[:, -text.shape[1] :]  # Mamba multiplies the new tokens by their mask
         if self.counts_from_zero and cache is not None and "position_ids" not in arguments:
             arguments["position_ids"] = torch.arange(text.shape[1], device=text.device)[None] + cache.get_seq_length()
         beside: contextlib.AbstractContextManager = contextlib.nullcontext()
@@ -274,7 +285,7 @@ def _why_not_static(differs: Architecture, name: str) -> str | None:
 
 
 def _cache_layers(text_model: PreTrainedModel) -> list[Any]:
-    """The layers of a new cache; none for a custom decoder whose kinds of layers have no cache in transformers."""
+    """Returns the layers of a new cache; none for custom code with kinds of layers that transformers does not know."""
     try:
         return DynamicCache(config=text_model.config).layers
     except KeyError:
@@ -282,7 +293,7 @@ def _cache_layers(text_model: PreTrainedModel) -> list[Any]:
 
 
 def holds_text(cache: Cache | None) -> bool:
-    """Whether a decoder's cache holds keys and values, or a state, of earlier text."""
+    """Whether the cache of a text model holds keys and values, or a state, of earlier text."""
     if cache is None:
         return False
     keys = (layer for layer in cache.layers if isinstance(layer, CacheLayerMixin))
@@ -295,6 +306,6 @@ def _holds_state(cache: Cache) -> bool:
 
 
 def headless(text_model: PreTrainedModel) -> nn.Module:
-    """The part of a causal language model that computes hidden states, without the head."""
+    """Returns the part of a text model that computes hidden states, without the head."""
     base = text_model.base_model
     return base if base is not text_model else find_decoder(text_model)[0]

@@ -1,8 +1,8 @@
-"""Derived classes, made at run time, for the existing modules of a decoder.
+"""Makes subclasses at run time, for modules of a text model that exist already.
 
-A layer, embedding or head of the decoder gets one more submodule and a class that derives from its original class. No
-parameter changes its name, and `isinstance` checks against the original class still hold. No Python module holds a
-derived class, so pickle and deepcopy store a function call that makes the class again.
+A layer, embedding or head of the text model gets one more submodule, and a class that derives from its original class.
+So all parameters keep their names, and `isinstance` checks against the original class still hold. A derived class is in
+no Python module, so pickle and deepcopy store a function call that makes the class again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ def derive(
     """Makes a subclass named `<prefix><name of base>`.
 
     Args:
-        members (`dict[str, Any]`): methods and properties of the subclass, including `forward`.
-        recipe (`tuple`): an importable function, then its arguments. The call returns this subclass in any process.
-        behind (`tuple`): classes that `super()` in the methods of `base` finds, in front of the bases of `base`.
+        base (`type`): The original class.
+        prefix (`str`): What the name of the subclass begins with.
+        members (`dict[str, Any]`): Methods and properties of the subclass, including `forward`.
+        recipe (`tuple`): An importable function, followed by its arguments. In any process, this call must return the
+            subclass.
+        behind (`tuple`): Classes that come after `base` in the order of inheritance, and before the bases of `base`.
+            `super()` in the methods of `base` finds them.
     """
 
     def __reduce_ex__(self, protocol):
@@ -50,11 +54,14 @@ def _rebuild(make: Callable[..., type[nn.Module]], *arguments: Any) -> nn.Module
 
 
 def original_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class from which [`derive`] made the class of a module. None if another class was derived from it (FSDP)."""
+    """Returns the class from which [`derive`] made the class of a module.
+
+    Returns None if [`derive`] did not make it, or if another class was derived from it since, as FSDP does.
+    """
     own = type(module)
     return own.__bases__[0] if own.__module__ == __name__ else None
 
 
 def is_derived(module: nn.Module, prefix: str) -> bool:
-    """Whether [`derive`] made the class of a module, with this prefix. FSDP derives a class of its own from it."""
+    """Whether [`derive`] made the class of a module, or a class that FSDP has derived since, with this prefix."""
     return any(each.__module__ == __name__ and each.__name__.startswith(prefix) for each in type(module).__mro__)

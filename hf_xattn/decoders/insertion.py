@@ -1,10 +1,10 @@
 """Puts cross-attention blocks into the layers of a decoder.
 
-A layer stays the same Python object. The layer gets one submodule, `cross_attention_block`, and a class that derives
-from the layer's class. The derived `forward` takes one more keyword argument, runs the block (or several, see
-`decoders/block_stack.py`), and calls the layer's own `forward`. So no parameter of the decoder changes its name.
-Everything that treats the layer as one unit (device maps, FSDP, activation checkpointing, compile) treats the block as
-a part of the layer.
+A layer stays the same Python object. It gets one submodule, `cross_attention_block`, and a class that derives from its
+old class. The derived `forward` takes one more keyword argument, runs the block (or several, see
+`decoders/block_stack.py`), and calls the layer's own `forward`. So all parameters of the decoder keep their names. And
+everything that treats a layer as one unit (device maps, FSDP, activation checkpointing, `torch.compile`) treats the
+block as a part of the layer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ logger = logging.get_logger(__name__)
 # Prefix of a derived class's name. FSDP policies and device maps find layers by this name.
 PREFIX = "CrossAttending"
 
-# Submodules of a layer: the block (or blocks) in front of the layer and, in the last layer only, those after the layer.
+# Submodules of a layer: the block or blocks in front of the layer and, in the last layer only, those after the layer.
 BLOCKS = ("cross_attention_block", "cross_attention_block_after")
 
-# The parts of a model that are frozen and trained separately: keyword arguments of `freeze`, and where they lie. The
-# blocks lie inside the text model, but are a part of their own.
+# The parts of a model that can be frozen separately, as keyword arguments of `freeze`, and the submodules of
+# `XAttnModel` that hold them. The blocks are inside the text model, but they are a part of their own.
 PARTS = ("text", "vision", "connector", "blocks")
 ROOTS = {"text_model": "text", "vision_tower": "vision", "connector": "connector"}
 
@@ -41,8 +41,8 @@ ROOTS = {"text_model": "text", "vision_tower": "vision", "connector": "connector
 def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool = True) -> type[nn.Module]:
     """Derives the class of a decoder layer with a block in front. Equal arguments give the same class object.
 
-    `receives_keywords`: whether the decoder passes keyword arguments to the layer. If not, the layer's `__call__`
-    fetches the context (see `layers/context.py`).
+    `receives_keywords` says whether the decoder passes keyword arguments to the layer. If it does not, the `__call__`
+    of the layer fetches the context (see `layers/context.py`).
     """
     return _cross_attending_class(layer_class, receives_keywords)
 
@@ -85,7 +85,7 @@ def is_cross_attending(layer: nn.Module) -> bool:
 
 
 def check_kind(language_model: PreTrainedModel) -> None:
-    """Checks the kind of a model, but not its layers. [`check_insertable`] checks both.
+    """Checks the kind of a text model, but not its layers. [`check_insertable`] checks both.
 
     Raises:
         ValueError: for an encoder-decoder model, an architecture that is not supported, a model that already has
@@ -107,11 +107,11 @@ def check_kind(language_model: PreTrainedModel) -> None:
 
 
 def check_insertable(language_model: PreTrainedModel) -> None:
-    """Checks that blocks can be inserted into a model. Changes nothing.
+    """Checks that blocks can be inserted into a text model, and does not change it.
 
     Raises:
-        ValueError: for a model of the wrong kind ([`check_kind`]), an encoder, a model without a stack of layers or a
-            transformers cache, or a model with accelerate hooks.
+        ValueError: for a model of the wrong kind ([`check_kind`]), an encoder, a model without a stack of layers or
+            without a cache of transformers, or a model with hooks of accelerate.
     """
     check_kind(language_model)
     config, name = language_model.config, _name(language_model)
@@ -139,12 +139,13 @@ def _name(language_model: PreTrainedModel) -> str:
 def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[str]:
     """Puts a block in front of each layer of `config.cross_attention_layers`, in place.
 
-    An index that is repeated puts several blocks there, one after the other. An index equal to the number of layers
-    places a block after the last layer. All layers of the stack get a derived class: the original `forward` of a layer
-    without a block would receive a keyword argument that it does not know. LayerDrop (OPT, XGLM, BioGPT) is set to 0.
+    If an index is repeated, the layer gets several blocks, one after the other. The number of layers, as an index,
+    puts a block after the last layer. All layers get a derived class, also those without a block, because the original
+    `forward` does not know the keyword argument with the images. LayerDrop (OPT, XGLM, BioGPT) is set to 0.
 
     Args:
-        language_model (`PreTrainedModel`): causal language model that passed [`check_insertable`].
+        language_model (`PreTrainedModel`): A text model that passed [`check_insertable`].
+        config ([`XAttnConfig`]): Configuration of the whole model.
 
     Returns:
         `list[str]`: class names of layers that must not be split across devices.
@@ -155,7 +156,7 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
             f"LayerDrop would skip layers with their blocks: `layerdrop` of {_name(language_model)} is 0 instead of "
             f"{layerdrop} while it has blocks. The configuration keeps its value."
         )
-        # An integer, which `checkpoints/removal.py` still recognizes when the model was pickled.
+        # 0 is an integer, by which `checkpoints/removal.py` recognizes the change even after the model was pickled.
         decoder.layerdrop = 0  # type: ignore[assignment]
     receives_keywords = layers_receive_keywords(language_model)
     names = {type(layer).__name__ for layer in layers}
@@ -172,6 +173,6 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
 
 
 def part_of(name: str) -> str:
-    """The part of a weight, by its name in an [`XAttnModel`], also with PEFT's modules inside."""
+    """Returns the part that a weight belongs to, from its name in an [`XAttnModel`], which may hold PEFT's modules."""
     root, *rest = name.split(".")
     return "blocks" if any(each in BLOCKS for each in rest) else ROOTS[root]

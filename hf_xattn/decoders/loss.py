@@ -1,8 +1,8 @@
-"""The loss: the mean over the labels that count. Those that are -100 do not count, nor do image markers.
+"""The loss: the mean over the labels that are not ignored. Labels of -100 and image markers are ignored.
 
 A model should not learn to generate markers, and the head may have no row for them. `Trainer` counts the labels of an
-optimizer step (`num_items_in_batch`) before the model gets them, and leaves out -100 only. So a collator should mask
-the markers: [`XAttnDataCollator`] does.
+optimizer step (`num_items_in_batch`) before the model gets them, and leaves out only -100. So a collator should replace
+markers in the labels by -100, as [`XAttnDataCollator`] does.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ UNCLEAR = (
 
 
 def mask_labels(model: Any, labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
-    """Returns labels with `ignored` in place of those that do not count. The caller's tensor is not changed.
+    """Returns labels with `ignored` in place of image markers and of ids without a row in the head.
+
+    The caller's tensor is not changed.
 
     Args:
-        model ([`XAttnForConditionalGeneration`]): its configuration and its embedding say which labels do not count.
-        labels (`torch.LongTensor`): of any shape.
-        ignored (`int`): the label that does not count.
+        model ([`XAttnForConditionalGeneration`]): Its configuration and its embedding say which labels these are.
+        labels (`torch.LongTensor`): Labels of any shape.
+        ignored (`int`, defaults to -100): The label that the loss ignores.
     """
     config = model.config
     if config.image_token_id is not None:
@@ -42,10 +44,10 @@ def mask_labels(model: Any, labels: torch.Tensor, ignored: int = IGNORED) -> tor
 class LossInputs(NamedTuple):
     """The arguments of a loss. Labels are `(batch, text_len)`."""
 
-    labels: torch.Tensor | None  # the position before a token predicts it
-    shift_labels: torch.Tensor | None  # labels that are already shifted; replace `labels`
-    num_items_in_batch: int | torch.Tensor | None  # the divisor of the sum; None: the mean of this call
-    ignore_index: int | None  # the label that does not count; None: -100
+    labels: torch.Tensor | None  # the position before a token predicts the label of the token
+    shift_labels: torch.Tensor | None  # labels that are already shifted, in place of `labels`
+    num_items_in_batch: int | torch.Tensor | None  # the divisor of the sum; None for the mean of this call
+    ignore_index: int | None  # the label that is ignored; None for -100
 
     @classmethod
     def take_from(cls, model: Any, labels: torch.Tensor | None, kwargs: dict[str, Any]) -> LossInputs:
@@ -57,7 +59,7 @@ class LossInputs(NamedTuple):
         given, items = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
         index: int | None = kwargs.pop("ignore_index", None)
         ignored = IGNORED if index is None else index
-        # transformers' loss takes a view of shifted labels, which a slice may not have
+        # transformers' loss takes a view of shifted labels, which is not possible for every slice
         masked, shifted = (
             None if each is None else mask_labels(model, each, ignored).contiguous() for each in (labels, given)
         )
@@ -68,7 +70,7 @@ class LossInputs(NamedTuple):
         return cls(masked, shifted, items, index)
 
     def given(self) -> dict[str, Any]:
-        """The arguments that are not None."""
+        """Returns the arguments that are not None."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
@@ -77,7 +79,7 @@ def _items_that_count(
 ) -> int | torch.Tensor:
     """Returns `num_items_in_batch` without the image markers of this call, if it is the number of this call's labels.
 
-    Any other number may count markers of labels that are not known here. Then the labels of this call must be masked.
+    Another number may count markers in the labels of other calls. Then the labels of this call must have no markers.
     """
     counted, left = given.ne(ignored).sum(), masked.ne(ignored).sum()
     items = torch.as_tensor(items, device=counted.device)
@@ -92,11 +94,11 @@ def _items_that_count(
 
 
 def loss_over_all_logits(text_model: PreTrainedModel, outputs: Any, inputs: LossInputs) -> torch.Tensor:
-    """Computes the loss over all logits, with those of added tokens, plus the load-balancing loss of experts."""
+    """Computes the loss over all logits, also those of added tokens, and adds the load-balancing loss of experts."""
     loss = text_model.loss_function(
         outputs.logits, vocab_size=outputs.logits.shape[-1], **{"labels": None, **inputs.given()}
     )
-    # JetMoE has a name of its own.
+    # JetMoE has another name for the weight of the load-balancing loss.
     weights = (getattr(text_model, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
     balance, weight = outputs.get("aux_loss"), next((each for each in weights if each is not None), None)
     return loss if balance is None or weight is None else loss + weight * balance.to(loss.device)

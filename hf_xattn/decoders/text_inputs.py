@@ -1,7 +1,7 @@
-"""The text arguments of a call, checked before an image is encoded.
+"""Checks the text arguments of a call, before an image is encoded.
 
-Types, dtypes and shapes are read, no values. A decode step pays for none of this. What a decoder or torch refuses by
-itself, such as ids outside the vocabulary and positions outside the decoder's table, is left to them.
+The checks read types, dtypes and shapes, and no values. A decode step skips them. They leave out what the text model or
+torch refuses anyway, such as ids outside of the vocabulary, or positions outside of the text model's table.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
     """Checks the text arguments of a forward: ids or embeddings, mask, positions, `logits_to_keep`.
 
     Args:
-        starts (`bool`): there is no cache, so no earlier text that a mask would cover.
-        find_embedding (`Callable`): gives the decoder's embedding, where it is needed.
+        text (`Mapping`): The arguments of the text model.
+        starts (`bool`): Whether there is no cache, and so no earlier text that a mask has to cover.
+        find_embedding (`Callable`): Returns the embedding of the text model. It is called only if it is needed.
 
     Raises:
         TypeError: for anything but tensors, or a wrong dtype.
@@ -41,7 +42,7 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
         return
     if not starts and isinstance(input_ids, torch.Tensor) and input_ids.dim() == 2 and input_ids.shape[1] == 1:
         if input_ids.dtype in INTEGERS:
-            return  # one token after a cache, which `generate` passes thousands of times: nothing more is asked
+            return  # `generate` passes one token after a cache thousands of times, so this call is not checked further
     if input_ids is not None:
         check_ids("input_ids", input_ids)
         rows, length = input_ids.shape
@@ -62,7 +63,7 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
 
 
 def check_ids(name: str, ids: Any) -> None:
-    """Raises where token ids are not integers of shape `(batch, text_len)`, or there are none."""
+    """Raises an error if token ids are not integers of shape `(batch, text_len)`, or if there are none."""
     if isinstance(ids, torch.Tensor) and ids.dtype in INTEGERS and ids.dim() == 2 and 0 not in ids.shape:
         return
     check_tensor(name, ids)
@@ -73,9 +74,9 @@ def check_ids(name: str, ids: Any) -> None:
 
 
 def refuse_prefix(model: Any) -> None:
-    """Raises a `ValueError` for keys and values of PEFT's, which `generate` would leave out.
+    """Raises a `ValueError` for PEFT methods that learn keys and values, because `generate` would leave these out.
 
-    `PeftModel.generate` puts a method of its own in place of the model's, and so tells of itself.
+    `PeftModel.generate` replaces `prepare_inputs_for_generation` of the model, by which this function finds PEFT.
     """
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
@@ -87,7 +88,7 @@ def refuse_prefix(model: Any) -> None:
 
 
 def check_embeds(embeds: Any, embedding: nn.Module) -> tuple[int, int]:
-    """Returns batch and length of embeddings `(batch, text_len, width)`. Raises for anything else."""
+    """Returns batch and length of embeddings `(batch, text_len, width)`, and raises an error for anything else."""
     check_tensor("inputs_embeds", embeds)
     check_floating("inputs_embeds", embeds)
     width = getattr(embedding, "embedding_dim", None)
@@ -102,9 +103,9 @@ def check_embeds(embeds: Any, embedding: nn.Module) -> tuple[int, int]:
 
 
 def check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> None:
-    """Raises for a mask that does not cover the text: the call's if it `starts`, else also the earlier text."""
+    """Raises an error for a mask that does not cover the text of the call, or also earlier text if not `starts`."""
     if isinstance(mask, Mapping) or (not isinstance(mask, torch.Tensor) and isinstance(mask, BlockMask)):
-        return  # made by transformers: one for each kind of layer, or for flex attention
+        return  # transformers has made it: a mask for each kind of layer, or one for flex attention
     check_tensor("attention_mask", mask)
     shape = tuple(mask.shape)
     if len(shape) == 2:
@@ -117,14 +118,14 @@ def check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> Non
 
 
 def check_covered(mask: Any, length: int, cache: Cache) -> None:
-    """Raises a `ValueError` for a mask of new text alone: the earlier text would be hidden, or the new text."""
+    """Raises a `ValueError` for a mask that covers only the new text: it would hide cached text, or the new text."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or torch.compiler.is_compiling():
         return
     keys = next((layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)), None)
-    if keys is None:  # a decoder of states alone takes such a mask
+    if keys is None:  # a decoder that has only state-space layers takes such a mask
         return
     past: Any = keys.get_seq_length()
-    if isinstance(past, torch.Tensor):  # of a static cache; a longer mask on a GPU is not worth a wait at each step
+    if isinstance(past, torch.Tensor):  # in a static cache. On a GPU, only a short mask is worth waiting for the value
         past = int(past) if has_values(past) and (past.device.type == "cpu" or mask.shape[1] == length) else None
     if past is not None and mask.shape[1] < past + length:
         raise ValueError(
@@ -134,9 +135,10 @@ def check_covered(mask: Any, length: int, cache: Cache) -> None:
 
 
 def check_options(options: GenerationConfig, marker: int | None, masked: bool) -> None:
-    """Raises a `ValueError` for options of `generate` that leave out images.
+    """Raises a `ValueError` for options of `generate` with which it would leave out images.
 
-    `marker` is the image marker. `masked`: there is an `attention_mask`, so padding is not found by its token.
+    `marker` is the id of the image marker. `masked` says whether there is an `attention_mask`; without one,
+    transformers finds padding by its token.
     """
     if options.token_healing:
         raise ValueError(
@@ -151,12 +153,12 @@ def check_options(options: GenerationConfig, marker: int | None, masked: bool) -
 
 
 def check_labels(name: str, labels: Any, text: Any, logits_to_keep: Any, ignored: int = -100) -> None:
-    """Checks `labels` or `shift_labels` against the text, or against the positions whose logits are kept.
+    """Checks that `labels` or `shift_labels` have the shape of the text, or of the positions whose logits are kept.
 
-    `ignored` stands for no label.
+    `ignored` is the label that the loss ignores.
 
     Raises:
-        TypeError: for anything but integers.
+        TypeError: for labels that are not integers.
         ValueError: for another shape.
     """
     check_tensor(name, labels)
@@ -176,7 +178,7 @@ def check_labels(name: str, labels: Any, text: Any, logits_to_keep: Any, ignored
 
 
 def check_side_by_side(logits_to_keep: Any) -> None:
-    """Raises a `ValueError` for kept positions with gaps: `labels` train each on the label of the next one."""
+    """Raises a `ValueError` for kept positions with gaps, because `labels` train each on the label of the next one."""
     if isinstance(logits_to_keep, torch.Tensor) and logits_to_keep.dim() == 1 and has_values(logits_to_keep):
         if bool((logits_to_keep.diff() != 1).any()):
             raise ValueError(

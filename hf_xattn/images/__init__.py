@@ -1,6 +1,6 @@
-"""Pixels to image tokens: arguments of a call, the vision tower, the connector, and the store of images that were
-encoded before.
+"""Turns pixels into image tokens: the image arguments of a call, the vision tower, the connector, and the comparison of
+images with those of a cache.
 
-What may come in: what happens to an image before a block sees it.
+What belongs here: what happens to an image before a block reads it.
 Imports from: utils, cache, layers.
 """

@@ -1,4 +1,4 @@
-"""Maps the features of the vision tower to image tokens, the input of the K/V projections."""
+"""The connector: maps the features of the vision tower to image tokens, which the K/V projections read."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ for _connector in (identity, linear, mlp):
 
 
 class XAttnConnector(PreTrainedModel):
-    """Maps `(..., tokens, vision_hidden_size)` to `(..., tokens, context_size)`.
+    """Maps features `(..., tokens, vision_hidden_size)` to image tokens `(..., tokens, context_size)`.
 
-    `"identity"` returns the features. `"linear"` is one layer, `"mlp"` two layers with an activation in between.
-    Others are registered: those of `parts/`, and your own (`utils/parts.py`). As a `PreTrainedModel` the connector
-    is initialised by its own `_init_weights` inside any model (see [`GatedCrossAttentionBlock`]).
+    The connector `"identity"` returns the features, `"linear"` is one linear layer, and `"mlp"` is two of them with an
+    activation in between. Others are registered: those of `parts/`, and your own (see `utils/parts.py`). The connector
+    is a `PreTrainedModel` so that its own `_init_weights` initialises it inside any model (see
+    [`GatedCrossAttentionBlock`]).
     """
 
     config_class = XAttnConfig
     main_input_name = "features"
-    # The connector has no such attention, but it gets the configuration of the whole model, which may name any kernel.
+    # The connector uses none of these kernels. But it gets the configuration of the whole model, which may name any.
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
 
     @classmethod
@@ -80,15 +81,18 @@ class XAttnConnector(PreTrainedModel):
             write_first_values()
 
     def forward(self, features: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """`positions`: place of each image among the images of its row, for a layer with `reads_positions`."""
+        """Returns the image tokens of features.
+
+        `positions` has the number of each image among the images of its row, for layers with `reads_positions`.
+        """
         first = next((module for module in self.modules() if isinstance(module, nn.Linear)), None)
-        if first is not None:  # trained in float32, beside a frozen tower in half precision
+        if first is not None:  # the connector may be float32, for training, and a frozen tower in half precision
             features = to_dtype_of(first, features)
         images = features.shape[:-2]
         for layer in self.layers:
             features = layer(features, positions) if getattr(layer, "reads_positions", False) else layer(features)
         width = self.config.cross_attention_config.context_size
-        if features.shape[:-2] != images or features.shape[-1] != width:  # of a connector that is not ours
+        if features.shape[:-2] != images or features.shape[-1] != width:  # a connector of the user may return that
             raise ValueError(
                 f"Expected the connector {self.config.connector_type!r} to return image tokens {(*images, 'tokens')}, "
                 f"each of width {width} (`context_size`), got shape {tuple(features.shape)}."
@@ -101,17 +105,20 @@ def _sizes(config: XAttnConfig) -> tuple[int, int]:
 
 
 def check_square(config: XAttnConfig, pictures: torch.Tensor) -> None:
-    """Raises a `ValueError` for pixels or maps of features `(..., height, width)` that must be square, and are not."""
+    """Raises a `ValueError` if the connector needs square images, and `pictures` `(..., height, width)` are not square.
+
+    `pictures` are pixels or feature maps.
+    """
     height, width = pictures.shape[-2:]
     if height != width and CONNECTORS.needs_square(config.connector_type):
         raise ValueError(
-            f"Expected square pictures for `connector_type={config.connector_type!r}`, got a height of {height} and a "
+            f"Expected square images for `connector_type={config.connector_type!r}`, got a height of {height} and a "
             f"width of {width}. Have the image processor crop or resize to a square, or use 'mlp'."
         )
 
 
 def new_connector(config: XAttnConfig, tower: PreTrainedModel) -> XAttnConnector:
-    """Makes a connector with first values, on the device and in the dtype of a vision tower."""
+    """Makes a connector, initialised, on the device and in the dtype of a vision tower."""
     weight = next(tower.parameters())
     if weight.is_meta:
         return XAttnConnector(config)

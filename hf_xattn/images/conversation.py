@@ -1,19 +1,19 @@
 """Compares the images of a call with those of the cache, and encodes the new ones.
 
 A chat client passes all images again in every turn. Cached images must not be encoded twice, and a new image must not
-be mistaken for a cached one. Beside a cache, a call gives one of these:
+be mistaken for a cached one. So a call with a cache may pass one of these:
 
-- All images of the cache, in every row, each in the slot that it had and with the same padding, and new ones behind
-  them. An image behind them is new, even if one of them has the same content.
-- Only new images: none is among the cached images of its row.
+- All images of the cache, in every row, each in its old slot and with the same padding, followed by new images. An
+  image after those of the cache is new, even if it has the same content as one of them.
+- Only new images: no image is equal to a cached image of its row.
 - No images.
 
-Anything else is refused. Images in a form that no cached image has (features, where pixels are cached) cannot be
-compared: all are new. Features without an image axis, `(batch, num_image_tokens, context_size)`, count as one image,
-whose first tokens are compared.
+Anything else is refused. Images of another form than all cached images (such as features, if pixels are cached) cannot
+be compared, so all of them are new. Features without an image axis, `(batch, num_image_tokens, context_size)`, count as
+one image, whose first tokens are compared.
 
-The masks of a call may cover all images or only the new ones, and the whole text or only the text of the call. The
-result of [`read_images`] is: the new images, a layout of all images, and a mask for the text of the call.
+The masks of a call may cover all images or only the new ones, and the whole text or only the text of the call.
+[`read_images`] returns the new images, a layout of all images, and a mask for the text of the call.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from .tower import token_mask_of
 logger = logging.get_logger(__name__)
 
 UNSEEN = (
-    "New images come behind text in `cache`, which was read without them. With `image_visibility='all'` and "
-    "without a cache all text sees them: read the whole text anew for the same answers."
+    "The text in `cache` was read before the new images came, so it has not seen them. Without a cache, all text would "
+    "see them, because of `image_visibility='all'`. For the same answers, read the whole text with an empty cache."
 )
 SEND = (
-    "Pass only the new images, or all images of the conversation from the first on, in their order and with the "
-    "padding that they had (`image_mask`), and the new ones behind them."
+    "Pass only the new images, or all images of the conversation from the first on, in their order and with their old "
+    "padding (`image_mask`), followed by the new images."
 )
 
 
 class TextOfCall(NamedTuple):
     """The text that the images of a call belong to."""
 
-    rows: int | None  # batch of the text; None if images are encoded without a text
-    new: int  # tokens that the cache does not hold
-    cached: int = 0  # cached tokens that a caller's mask may also cover
-    packed: Any = None  # None if no row is packed
-    markers: torch.Tensor | None = None  # `(B, T)` of the new text; None where they are unknown or decide nothing
+    rows: int | None  # batch size of the text; None if images are encoded without a text
+    new: int  # number of tokens that the cache does not hold
+    cached: int = 0  # number of cached tokens, which a mask of the caller may also cover
+    packed: Any = None  # the samples of packed rows; None if no row is packed
+    markers: torch.Tensor | None = None  # `(B, T)`, markers of the new text; None if unknown, or if they decide nothing
 
 
 class NewImages(NamedTuple):
@@ -63,23 +63,23 @@ class NewImages(NamedTuple):
 
     layout: ImageLayout
     states: torch.Tensor | None  # `(R, N, context_size)`
-    stored: FoundImages | None = None  # in place of `states`, where a source knows the images
+    stored: FoundImages | None = None  # in place of `states`, if a source knows the images
 
 
 class ImagesOfCall(NamedTuple):
     """Images and mask of a call, next to those of the cache."""
 
-    new: NewImages | None  # images to encode
-    layout: ImageLayout | None  # of all images, the cached ones first; None if there are no images
-    mask: CallersMask | None  # the caller's decision for the text that follows
+    new: NewImages | None  # images that the cache does not hold
+    layout: ImageLayout | None  # layout of all images, the cached ones first; None if there are no images
+    mask: CallersMask | None  # the caller's mask for the text that follows
     rows: torch.Tensor | None = None  # see [`ImageInputs.rows_of_text`]
-    zero: torch.Tensor | None = None  # of weights that other processes use (`XAttnImagesMixin.zero_of_others`)
-    unseen: bool = False  # these are stand-in images that no text sees (`XAttnImagesMixin.images_of_nobody`)
-    ready: CrossCache | None = None  # their keys and values, if nothing has to be computed
+    zero: torch.Tensor | None = None  # see [`XAttnImagesMixin.zero_of_others`]
+    unseen: bool = False  # whether these are images that no text sees (see [`XAttnImagesMixin.images_of_nobody`])
+    ready: CrossCache | None = None  # keys and values, if nothing has to be computed
 
     @property
     def layout_of_text(self) -> ImageLayout:
-        """The layout with masks in the rows of the text, or in fewer rows that the text shares in order."""
+        """The layout, with a mask row for each text row, or with fewer rows that the text rows share in order."""
         assert self.layout is not None
         return self.layout if self.rows is None else self.layout.of_text(self.rows)
 
@@ -89,8 +89,8 @@ class ImagesOfCall(NamedTuple):
 class PreparedImages:
     """Images that `generate` has encoded once, for decoding without a cache of text."""
 
-    cross: CrossCache  # text rows share its rows
-    mask: CallersMask | None  # the caller's decision for the first part of the text
+    cross: CrossCache  # keys and values; text rows share its rows
+    mask: CallersMask | None  # the caller's mask for the first part of the text
 
 
 def read_images(
@@ -104,8 +104,12 @@ def read_images(
     """Encodes the new images of a call, and extends its masks to all images. The cache is not changed.
 
     Args:
-        record_content (`bool`): take digests of the new images, so that they are known when they come again.
-        source ([`ImageSource`], *optional*): where to look for images that were encoded in earlier calls.
+        encoder ([`ImageEncoder`]): Encodes new images.
+        inputs ([`ImageInputs`]): The images and masks of the call.
+        cache ([`XAttnCache`], *optional*): The cache of the call.
+        text ([`TextOfCall`]): The text that the images belong to.
+        record_content (`bool`): Whether to take digests of the new images, by which a later call recognizes them.
+        source ([`ImageSource`], *optional*): Where to look for images that were encoded in earlier calls.
 
     Raises:
         ValueError: if it is not clear which images are new, or if a mask contradicts the cache.
@@ -158,7 +162,7 @@ def _encode(
     if source is not None and given_mask is not None and not images.pass_connector:
         given = found.part_of(given_mask, num_images * images.images.shape[2], cached)
         shown = without_padding_tokens(images.images, given)
-        # Finite padding stays: the same features are found again beside another mask.
+        # Finite padding stays as it is, so that the same features are found again if they come with another mask.
         images = replace(images, images=torch.where(images.images.isfinite(), images.images, shown))
     stored = None
     if source is not None:
@@ -177,7 +181,7 @@ def _encode(
     layout = ImageLayout.of((tokens,) * num_images, device, token_mask, real, content)
     if stored is not None:
         return NewImages(layout, None, stored)
-    # Also where the real tokens are taken: compiled code reads padding, too.
+    # Padding becomes zero even if only tokens without padding are projected later, because compiled code reads padding.
     features = features if token_mask is None else without_padding_tokens(features, token_mask)
     return NewImages(layout, features.flatten(1, 2))
 
@@ -190,9 +194,9 @@ def _check_place(
     cache: XAttnCache,
     text: TextOfCall,
 ) -> None:
-    """Raises a `ValueError` for new images where the text of earlier images was removed, or their markers come again.
+    """Raises a `ValueError` if the text of earlier images was removed, or if their markers come again in the new text.
 
-    Warns of images behind text that was read without them.
+    Warns of new images after text that was read without them.
     """
     cached, all_see = cache.cross_attention_cache.layout, encoder.config.image_visibility == "all"
     if not found.again:
@@ -205,13 +209,16 @@ def _check_place(
 
 
 def _mask_of_new_text(inputs: ImageInputs, axes: list[ImageAxis], text: TextOfCall) -> CallersMask | None:
-    """The caller's mask for the new text. Cached text has been read: its rows decide nothing."""
+    """Returns the caller's mask for the new text, without rows for cached text, which has been read already."""
     mask = inputs.callers_mask(axes, (text.new, text.new + text.cached))
     return mask if mask is None or mask.text_len == text.new else mask.part(text.cached)
 
 
 def _narrowed(encoder: ImageEncoder, cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> ImageLayout:
-    """Applies the masks of a call without images to the cached images. They may hide more, until text is cached."""
+    """Applies the masks of a call without images to the cached images.
+
+    As long as no text is cached, the masks may hide more than before.
+    """
     for name, given in (("image_mask", inputs.image_mask), ("cross_attention_mask", inputs.token_mask)):
         if given is not None:
             check_known_mask(name, given, cached, has_text)
@@ -225,13 +232,16 @@ def _narrowed(encoder: ImageEncoder, cached: ImageLayout, inputs: ImageInputs, h
 class UncachedImages(NamedTuple):
     """The images of a call that a cache does not hold."""
 
-    inputs: ImageInputs  # without the images that the cache holds; `token_mask` and `text_mask` as the call has them
-    digests: Digests | None
-    first: int = 0  # index in the call of the first new image
-    again: bool = False  # whether the call gives all images of the cache in front of the new ones
+    inputs: ImageInputs  # only the images that the cache does not hold; `token_mask` and `text_mask` of the call
+    digests: Digests | None  # digests of these images
+    first: int = 0  # index of the first new image in the call
+    again: bool = False  # whether the call passes all images of the cache in front of the new ones
 
     def axes(self, cached: ImageLayout | None, new: tuple[int, ...]) -> list[ImageAxis]:
-        """The image axes that a mask may have: all images, or the call's. `new`: number of tokens of each new image."""
+        """Returns the image axes that a mask may have: all images, or those of the call.
+
+        `new` has the number of tokens of each new image.
+        """
         if cached is None:
             return [ImageAxis(new)]
         if self.again:
@@ -239,7 +249,7 @@ class UncachedImages(NamedTuple):
         return [ImageAxis((*cached.sizes, *new), real=cached.image_mask), ImageAxis(new, cached.num_tokens)]
 
     def part_of(self, mask: torch.Tensor, count: int, cached: ImageLayout | None) -> torch.Tensor:
-        """The part of a mask `(rows, tokens)` for the `count` new tokens. The rest must agree with the cache."""
+        """Returns the part of a mask `(rows, tokens)` for `count` new tokens. The rest must agree with the cache."""
         known = 0 if cached is None else cached.num_tokens
         if mask.shape[1] == known + count:
             if cached is not None:
@@ -255,16 +265,17 @@ class UncachedImages(NamedTuple):
 
 
 def find_new(inputs: ImageInputs, digests: Digests | None, cached: ImageLayout) -> UncachedImages:
-    """Leaves out the images that a cache holds, by the rule at the top of this file.
+    """Finds the images of a call that a cache does not hold, by the rule at the top of this file.
 
     Raises:
-        ValueError: if images cannot be compared, or if the call gives some of the cached images in another way.
+        ValueError: if images cannot be compared, or if the call passes only some of the cached images, or in another
+            order.
     """
     if digests is None or cached.digests is None:
         raise ValueError(
-            "`cache` holds images whose content was not recorded (they were cached in training, or combined "
-            "from caches of different kinds), so the new images cannot be compared with them. Start from an empty "
-            "cache, or from a cache of `encode_images`."
+            "Expected `cache` to hold images whose content was recorded, got a cache whose content was not recorded: "
+            "it was filled in training, or combined from caches of different kinds. New images cannot be compared with "
+            "such images. Start from an empty cache, or from a cache of `encode_images`."
         )
     known = next((part for part in cached.digests if part.of == digests.of), None)
     if known is None:
@@ -282,21 +293,22 @@ def find_new(inputs: ImageInputs, digests: Digests | None, cached: ImageLayout) 
         cut = replace(inputs, image_mask=None if inputs.image_mask is None else inputs.image_mask[:, first:])
         of_images = inputs.each_image(lambda images: images[:, :, count:] if as_one else images[:, first:])
         return UncachedImages(replace(cut, images=of_images.images, tiles=of_images.tiles), rest, first, True)
-    # Where a call names no padding, a padding image of the cache that comes again would pass for a real one.
+    # If the call has no mask, a padding image of the cache that comes again would count as a real image.
     held, given = known.images(with_padding=inputs.real_images is None), digests.images()
     for row, (ours, theirs) in enumerate(zip(held, given)):
         if any(_is_part(image, b"".join(theirs)) for image in ours) or any(
             _is_part(image, b"".join(ours)) for image in theirs
         ):
             raise ValueError(
-                f"Expected `{digests.of}` to hold all images of `cache` in their slots, and then new ones, or only new "
-                f"images. Row {row}: {len(ours)} in the cache, got {len(theirs)}, not all new. {SEND}"
+                f"Expected `{digests.of}` to hold all images of `cache` in their slots, followed by new images, or "
+                f"only new images. In row {row} the cache holds {len(ours)} images, got {len(theirs)} images, of which "
+                f"some are in the cache. {SEND}"
             )
     return UncachedImages(inputs, digests)
 
 
 def _begins_with(given: Digests, known: Digests, cached: ImageLayout) -> bool:
-    """Whether a call's images begin with those of a cache, which are all `known`, in every row."""
+    """Whether the images of a call begin with those of a cache in every row. `known` are the cache's digests."""
     values, count = known.values.cpu(), known.values.shape[1]
     if given.values.shape[1] < count:
         return False
@@ -317,14 +329,14 @@ def _is_part(part: bytes, whole: bytes) -> bool:
 
 
 def check_markers(markers: torch.Tensor, cached: ImageLayout, new: ImageLayout, progress: TextProgress) -> None:
-    """Raises a `ValueError` if a row has a marker for each image of the call, and the cache holds some of them.
+    """Raises a `ValueError` if the new text has a marker for each image of the call, also for cached images.
 
-    Then a new image would be shown at the marker of a cached one, which the caller has sent once more.
+    A new image would then be shown at the marker of a cached image, which the caller has sent once more.
 
     Args:
-        markers (`torch.BoolTensor`): `(B, T)`, True where the new text holds a marker.
-        cached, new ([`ImageLayout`]): of the images in the cache, and of the images that the call gives behind them.
-        progress ([`TextProgress`]): of the cached text.
+        markers (`torch.BoolTensor`): `(B, T)`, True at each marker of the new text.
+        cached, new ([`ImageLayout`]): Layouts of the images in the cache, and of the new images of the call.
+        progress ([`TextProgress`]): What the cached text has seen.
     """
     if progress.counts is None or not has_values(markers):
         return
@@ -337,9 +349,9 @@ def check_markers(markers: torch.Tensor, cached: ImageLayout, new: ImageLayout, 
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
         raise ValueError(
-            f"Row {row}: expected one image marker for each of {int((held + fresh - seen)[row])} images without one, "
-            f"got {int(found[row])}. The call gives {int(found[row])} images, which begin with those of `cache`: "
-            f"these count as the same. {SEND}"
+            f"Row {row}: expected one image marker in the new text for each image that has none yet "
+            f"({int((held + fresh - seen)[row])}), got {int(found[row])}. The call passes {int(found[row])} images, of "
+            f"which the first are those of `cache`, so they need no new marker. {SEND}"
         )
 
 
@@ -347,8 +359,10 @@ def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout, has_te
     """Raises a `ValueError` if a mask contradicts the cache about cached images. Padding tokens are not compared.
 
     Args:
+        name (`str`): Name of the mask, `"image_mask"` or `"cross_attention_mask"`.
         given (`torch.BoolTensor`): `(rows, num_images)` for `image_mask`, `(rows, N)` for `cross_attention_mask`.
-        has_text (`bool`): whether text has seen the images. Until then a mask may hide more.
+        cached ([`ImageLayout`]): Layout of the images in the cache.
+        has_text (`bool`, defaults to `True`): Whether text has seen the images. Until then a mask may hide more.
     """
     by_image = name == "image_mask"
     size = cached.num_images if by_image else cached.num_tokens

@@ -1,4 +1,4 @@
-"""Turns images into image tokens, by vision tower and connector."""
+"""Turns images into image tokens, with the vision tower and the connector."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .tower import Arrangement, blank_image, check_not_trained, run_tower, state
 
 
 class FoundImages(Protocol):
-    """The images of a call, with keys and values that exist already."""
+    """Images of a call whose keys and values were computed before."""
 
     @property
-    def tokens(self) -> int: ...  # of an image
+    def tokens(self) -> int: ...  # number of tokens of an image
 
     @property
-    def device(self) -> torch.device: ...  # of the image features
+    def device(self) -> torch.device: ...  # device of the image features
 
     def keys_values(self, cross: CrossCache, null_key: bool) -> list[KeyValue]: ...  # for [`CrossCache.fill`]
 
 
 class ImageSource(Protocol):
-    """Where images may be found that are encoded already (`storage/image_store.py` is one)."""
+    """Holds images that were encoded before. The image store (`storage/image_store.py`) is one."""
 
-    dtype: str | None  # of keys and values, see [`CrossCache`]
+    dtype: str | None  # dtype of keys and values, see [`CrossCache`]
 
     def read(
         self,
@@ -46,7 +46,7 @@ class ImageSource(Protocol):
 
 
 class Numbering(Protocol):
-    """Gives each image its place among the images of its row, which a connector may read (`parts/`)."""
+    """Numbers the images of a row, for connectors that read these numbers (see `parts/perceiver.py`)."""
 
     def in_row(self, images: ImageInputs, real: torch.Tensor | None, cached: ImageLayout | None) -> ImageInputs: ...
 
@@ -58,14 +58,15 @@ class Numbering(Protocol):
 
 
 class ImageEncoder:
-    """Reads images for one model. It knows the tower and the connector, but not the model around them.
+    """Encodes images for one model. It knows the tower and the connector, but not the model that they belong to.
 
     Args:
-        vision_tower (`PreTrainedModel`, *optional*), connector ([`XAttnConnector`], *optional*): None if the model
-            takes features.
-        find_like (`Callable`): gives a weight that keys and values are projected with: their device and dtype. Called
-            only where it is needed, as it looks through the decoder.
-        numbering ([`Numbering`], *optional*): None if the connector reads no places of images.
+        config ([`XAttnConfig`]): Configuration of the model.
+        vision_tower (`PreTrainedModel`, *optional*), connector ([`XAttnConnector`], *optional*): None for a model that
+            takes `cross_attention_states`.
+        find_like (`Callable`): Returns a weight of a K/V projection, which has the device and the dtype of keys and
+            values. It is called only if it is needed, because it searches the text model.
+        numbering ([`Numbering`], *optional*): Numbers the images of a row; None if the connector does not read this.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class ImageEncoder:
     def features(
         self, pixel_values: torch.Tensor, tiles: Arrangement | None = None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`(R, num_images, ...)` pixels to `(R, num_images, tokens an image, context_size)`."""
+        """Turns pixels `(R, num_images, ...)` into image tokens `(R, num_images, tokens, context_size)`."""
         return self.outputs(pixel_values, tiles, positions)[1]
 
     def outputs(
@@ -96,15 +97,16 @@ class ImageEncoder:
         skips_padding: bool = False,
         **returns: bool | None,
     ) -> tuple[BaseModelOutput, torch.Tensor]:
-        """Runs vision tower and connector on `(R, num_images, ...)` pixels.
+        """Runs the vision tower and the connector on pixels `(R, num_images, ...)`.
 
         Args:
             positions (`torch.LongTensor`, *optional*): `(R, num_images)`, see [`XAttnConnector`].
-            skips_padding (`bool`): padding inside an image gives zeros, in place of features that no text may see.
-            returns (`bool`, *optional*): what the tower's output holds, see [`run_tower`].
+            skips_padding (`bool`, defaults to `False`): Whether padding tiles, which no text may see, skip the
+                connector and become zeros.
+            returns (`bool`, *optional*): What the output of the tower shall hold, see [`run_tower`].
 
         Returns:
-            the tower's own output, and the features `(R, num_images, tokens an image, context_size)`.
+            the output of the tower, and the image tokens `(R, num_images, tokens, context_size)`.
         """
         assert self.vision_tower is not None and self.connector is not None
         check_square(self.config, pixel_values)
@@ -123,22 +125,26 @@ class ImageEncoder:
         positions: torch.Tensor | None = None,
         skips_padding: bool = False,
     ) -> torch.Tensor:
-        """A tower's `last_hidden_state` to `(R, num_images, tokens an image, context_size)`. `images`: R, num_images"""
+        """Turns a tower's `last_hidden_state` into image tokens `(R, num_images, tokens, context_size)`.
+
+        `images` is `(R, num_images)`.
+        """
         assert self.connector is not None
         if tiles is not None:
             return tiles.connect(self.connector, features, positions, skips_padding)
-        if features.dim() == 4:  # of a convolutional tower: (batch, channels, height, width)
+        if features.dim() == 4:  # a feature map (batch, channels, height, width)
             check_square(self.config, features)
             features = features.flatten(2).transpose(1, 2)
         if self.config.vision_feature_select_strategy == "default":
-            features = features[:, 1:]  # without the class token
+            features = features[:, 1:]  # drops the class token
         of_images = {} if positions is None else {"positions": positions.flatten()}
         return self.connector(features, **of_images).unflatten(0, images)
 
     def _of_tower_outputs(self, images: ImageInputs, real: torch.Tensor | None) -> torch.Tensor:
-        """`vision_features` to `(R, n, tokens an image, context_size)`; `real` `(R, n)` is False for padding images.
+        """Turns `vision_features` into image tokens `(R, n, tokens, context_size)`.
 
-        The tower does not run, unless other processes wait for it (see `learning/stand_in.py`).
+        `real` `(R, n)` is False for padding images. The tower does not run, unless other processes wait for it (see
+        `learning/stand_in.py`).
         """
         features = images.images
         assert features is not None and self.vision_tower is not None and self.connector is not None
@@ -147,28 +153,28 @@ class ImageEncoder:
         features = _without_padding_images(features, real).to(self.dtype_of(images))
         if is_distributed():
             check_callable("connector", self.connector)
-            if self.tower_is_waited_for():  # before the connector, as in the other processes
+            if self.tower_is_waited_for():  # it runs before the connector, as in the other processes
                 features = features + self._zero_of_tower(features)
         features = features.flatten(0, 1) if images.tiles is None else features
         return self.connected(features, shape, images.tiles, images.positions, skips_padding=True)
 
     def tower_is_waited_for(self) -> bool:
-        """Whether DDP or FSDP in other processes may wait until the tower has run here too, whatever the images."""
+        """Whether DDP or FSDP in other processes may wait until the tower has run in this process, too."""
         tower = self.vision_tower
         learns = tower is not None and torch.is_grad_enabled() and any(w.requires_grad for w in tower.parameters())
         return learns or has_units(tower)
 
     def _zero_of_tower(self, features: torch.Tensor) -> torch.Tensor:
-        """A zero that depends on the weights of the tower, which runs on one blank image."""
+        """Returns a zero that depends on the weights of the tower, which runs on one blank image for this."""
         assert self.vision_tower is not None and self.config.vision_config is not None
         check_callable("vision_tower", self.vision_tower)
         output = run_tower(self.vision_tower, *blank_image(self.config.vision_config, features.device, features.dtype))
         return states_for_all_weights(self.vision_tower, output).flatten()[:0].sum()
 
     def features_of(self, images: ImageInputs, real: torch.Tensor | None = None) -> torch.Tensor:
-        """`(R, n, tokens, context_size)` of pixels or tower outputs; features as given.
+        """Returns the image tokens `(R, n, tokens, context_size)` of pixels or of tower outputs.
 
-        `real` (`torch.BoolTensor`, *optional*): `(R, n)`, False for padding images.
+        `cross_attention_states` are returned as they are. `real` `(R, n)` is False for padding images.
         """
         assert images.images is not None
         if not images.pass_connector:
@@ -176,7 +182,7 @@ class ImageEncoder:
         encoded, shape, coordinates = real, images.images.shape[:2], None if real is None else real_coordinates(real)
         if coordinates is not None and real is not None:
             encoded = None if coordinates else real[:1, :1]
-            coordinates = coordinates or [(0, 0)]  # a padding image: other processes may wait until one is encoded
+            coordinates = coordinates or [(0, 0)]  # at least one image, because other processes may wait for this
             images = images.at(coordinates)
         given = images.images
         assert given is not None
@@ -194,7 +200,7 @@ class ImageEncoder:
         return digests_of(name, images, self.dtype_of(inputs), inputs.real_images, kinds)
 
     def dtype_of(self, inputs: ImageInputs) -> torch.dtype:
-        """The dtype that the model turns pixels or features into."""
+        """Returns the dtype to which the model casts pixels or features."""
         assert inputs.images is not None
         tower = self.vision_tower if inputs.pass_connector else None
         dtype = self.find_like().dtype if tower is None else tower.dtype
@@ -210,7 +216,7 @@ class ImageEncoder:
 
 
 def _at_coordinates(images: torch.Tensor, coordinates: list[tuple[int, int]], shape: tuple[int, ...]) -> torch.Tensor:
-    """Puts images `(count, 1, ...)` at their coordinates (row, image) among `(R, n)`. Padding images are zeros."""
+    """Puts images `(count, 1, ...)` at their coordinates (row, image) in a tensor `(R, n, ...)` of zeros."""
     padded = images.new_zeros(*shape, *images.shape[2:])
     rows, columns = torch.tensor(coordinates, device=images.device).unbind(dim=1)
     padded[rows, columns] = images[:, 0]
@@ -218,9 +224,9 @@ def _at_coordinates(images: torch.Tensor, coordinates: list[tuple[int, int]], sh
 
 
 def _without_padding_images(images: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-    """Sets padding images to zero in `(R, n, ...)`; `real` is `(R, n)`.
+    """Sets padding images in `(R, n, ...)` to zero. `real` is `(R, n)`.
 
-    Padding may hold anything, but 0 times NaN is NaN: in the gradient of a projection too.
+    Padding may hold NaN, and 0 times NaN is NaN, also in the gradient of a projection.
     """
     if real is None:
         return images
@@ -233,8 +239,8 @@ def without_padding_tokens(features: torch.Tensor, token_mask: torch.Tensor | No
 
     Args:
         features (`torch.Tensor`): `(R, n, tokens, width)`.
-        token_mask (`torch.BoolTensor`, *optional*): `(rows, n * tokens)`, where `R` divides `rows`: text rows that
-            share an image row may see different tokens. Masks that cover other images too are not used.
+        token_mask (`torch.BoolTensor`, *optional*): `(rows, n * tokens)`. `R` divides `rows`, because text rows that
+            share an image row may see different tokens. A mask that also covers other images is not used.
     """
     rows, num_images, tokens = features.shape[:3]
     if token_mask is None or token_mask.shape[1] != num_images * tokens:

@@ -1,23 +1,25 @@
-"""Checks the image arguments of a call once, and makes one value of them: [`ImageInputs`].
+"""Checks the image arguments of a call once, and makes one object of them: [`ImageInputs`].
 
 `forward`, `generate` and `encode_images` take these shapes (batch = text rows, T = text tokens, n = images, N = image
 tokens):
 
-    pixel_values             (batch, n, channels, height, width), or (batch, channels, height, width): one image a row
+    pixel_values             (batch, n, channels, height, width)
+                             (batch, channels, height, width) with one image for each row
                              (batch, n, max_num_tiles, channels, height, width) with a tiled vision tower
-    vision_features          (batch, n, tokens, width), or (batch, tokens, width): one image for each row
+    vision_features          (batch, n, tokens, width)
+                             (batch, tokens, width) with one image for each row
                              (batch, n, max_num_tiles, tokens, width) with a tiled vision tower
-                             (batch, n, width, height, width) with a convolutional one: what the tower has returned
+                             (batch, n, width, height, width) with a convolutional vision tower
     cross_attention_states   (batch, N, context_size), or (batch, n, tokens, context_size)
-    image_mask               (batch, n), False = padding image
-    cross_attention_mask     (batch, N), False = padding token
-                             (batch, T, N): what each text token may see
-                             (batch, T, n, max_num_tiles): which tiles each text token may see
-    image_attention_mask     (batch, T, n): which images each text token may see (Idefics)
+    image_mask               (batch, n), False for a padding image
+    cross_attention_mask     (batch, N), False for a padding token
+                             (batch, T, N), which image tokens each text token may see
+                             (batch, T, n, max_num_tiles), which tiles each text token may see
+    image_attention_mask     (batch, T, n), which images each text token may see (as in Idefics)
 
-For masks, n and N count the images of the call, or all images: those of the cache, then those of the call. T is the
-length of the call's text. In `generate` it may also be the length of the whole text. Then the rows of the cached text
-decide nothing: that text has been read.
+In masks, n and N count the images of the call, or all images: those of the cache, followed by those of the call. T is
+the length of the text of the call. In `generate`, T may also be the length of the whole text; the rows of cached text
+then decide nothing, because that text has been read.
 """
 
 from __future__ import annotations
@@ -55,19 +57,19 @@ IMAGE_ARGUMENTS = (
     "image_rows",
     "vision_features",
 )
-# The arguments that hold images. A call has one of them.
+# The arguments that hold images. A call has at most one of them.
 IMAGES = ("pixel_values", "vision_features", "cross_attention_states")
-NO_IMAGE = -1  # in `image_rows`: a text row that sees no image
+NO_IMAGE = -1  # marks a text row without an image in `image_rows`
 
 
 @dataclass(frozen=True)
 class ImageAxis:
     """An image axis that a mask of the caller may have."""
 
-    sizes: tuple[int, ...]  # tokens of each image on the axis
-    first: int = 0  # number of cached image tokens in front of the axis
-    # `(rows, cached images)`, which of the cached images at the front of the axis a mask may show; None if no image is
-    # padding, or the call's `image_mask` names those that are
+    sizes: tuple[int, ...]  # number of tokens of each image on the axis
+    first: int = 0  # number of cached image tokens that are not on the axis, because it begins after them
+    # `(rows, cached images)`, False for cached images that are padding, which a mask must not show; None if no image is
+    # padding, or if the `image_mask` of the call says which images are
     real: torch.Tensor | None = None
 
     def check_shown(self, name: str, mask: torch.Tensor) -> None:
@@ -80,7 +82,7 @@ class ImageAxis:
             row, image = shown.nonzero()[0].tolist()
             raise ValueError(
                 f"Expected `{name}` to hide what is padding in `cache`, got a mask that shows image {image} "
-                f"of row {row}, for which `image_mask` was False. Set its entries to False, or pass the picture as a "
+                f"of row {row}, for which `image_mask` was False. Set its entries to False, or pass it as a "
                 "new image."
             )
 
@@ -89,21 +91,25 @@ class ImageAxis:
 class ImageInputs:
     """The images and masks of one call: `R` image rows for `B` text rows."""
 
-    name: str | None = None  # of the argument with the images; None if the call has no images
-    # `(R, n, ...)`: pixels, what the vision tower has returned, or features `(R, n, tokens, context_size)`
+    name: str | None = None  # name of the argument with the images; None if the call has no images
+    # `(R, n, ...)`: pixels, outputs of the vision tower, or image tokens `(R, n, tokens, context_size)`
     images: torch.Tensor | None = None
-    tiles: Arrangement | None = None  # None with a vision tower of whole images
+    tiles: Arrangement | None = None  # None if the vision tower reads whole images
     image_mask: torch.Tensor | None = None  # (rows, n)
     token_mask: torch.Tensor | None = None  # (rows, N)
     text_mask: torch.Tensor | None = None  # (B, T, N) or (B, T, n, tiles)
     text_mask_name: str = "cross_attention_mask"  # name of the argument with `text_mask`
     image_rows: torch.Tensor | None = None  # `(B,)`, which of the `R` image rows each text row looks at
-    # `(R, n)`, place among all images of the row; None for a connector that does not read it
+    # `(R, n)`, number of each image among all images of its row; None if the connector does not read it
     positions: torch.Tensor | None = None
 
     @classmethod
     def of(cls, config: XAttnConfig, **given: torch.Tensor | None) -> ImageInputs:
-        """Makes the checks that need neither the text nor a cache. `given`: by the names of `IMAGE_ARGUMENTS`.
+        """Makes the checks that need neither the text nor a cache.
+
+        Args:
+            config ([`XAttnConfig`]): Configuration of the model.
+            given: The image arguments of the call, with the names of `IMAGE_ARGUMENTS`.
 
         Raises:
             TypeError: for arguments that are not tensors, masks that are not boolean, or images that are not floating
@@ -137,7 +143,7 @@ class ImageInputs:
         return cls.of(config, **{name: kwargs.pop(name) for name in IMAGE_ARGUMENTS if name in kwargs})
 
     def each_image(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ImageInputs:
-        """The images alone, without masks, every tensor `(R, n, ...)` of them after `change`."""
+        """Returns the images without masks, and applies `change` to each of their tensors `(R, n, ...)`."""
         return ImageInputs(
             name=self.name,
             images=None if self.images is None else change(self.images),
@@ -146,12 +152,12 @@ class ImageInputs:
         )
 
     def with_own_masks(self) -> ImageInputs:
-        """The same with copies of the masks: a cache keeps them, and the caller may write into theirs again."""
+        """Returns the same with copies of the masks. A cache keeps the copies, and the caller may change the masks."""
         masks = {name: getattr(self, name) for name in ("image_mask", "token_mask", "text_mask")}
         return replace(self, **{name: mask.clone() for name, mask in masks.items() if mask is not None})
 
     def at(self, coordinates: list[tuple[int, int]]) -> ImageInputs:
-        """The images at `coordinates` (row, image), one a row."""
+        """Returns the images at `coordinates` (row, image), each in a row of its own."""
         index = torch.tensor(coordinates)
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,7 +173,7 @@ class ImageInputs:
 
     @property
     def pass_connector(self) -> bool:
-        """Whether the images of the call go through the connector: pixels, or what the tower has returned."""
+        """Whether the images of the call go through the connector: pixels and outputs of the tower do."""
         return self.name in ("pixel_values", "vision_features")
 
     @property
@@ -178,7 +184,10 @@ class ImageInputs:
         return self.image_mask
 
     def check_device(self, device: torch.device, place: str) -> None:
-        """Raises a `ValueError` if images or masks are on another device than `place`, the text or the images."""
+        """Raises a `ValueError` if images or masks are not on `device`.
+
+        `place` says in the error what is on that device: the text or the images.
+        """
         for name, value in (
             (self.name, self.images),
             ("image_mask", self.image_mask),
@@ -195,8 +204,8 @@ class ImageInputs:
         """Raises a `ValueError` if the batches of text, images, masks and cache do not fit together.
 
         Args:
-            text_rows (`int`, *optional*): None if there is no text yet.
-            cached_rows (`int`): number of image rows in the cache; 0 if it holds no images.
+            text_rows (`int`, *optional*): Number of text rows; None if there is no text yet.
+            cached_rows (`int`): Number of image rows in the cache; 0 if it holds no images.
         """
         images = self.images
         if self.image_rows is not None:
@@ -224,7 +233,7 @@ class ImageInputs:
             )
         allowed = {rows for rows in (text_rows, cached_rows, None if images is None else images.shape[0]) if rows}
         if images is not None and self.image_rows is not None:
-            allowed = {images.shape[0]}  # a mask over image tokens alone belongs to the images
+            allowed = {images.shape[0]}  # a mask without a text axis belongs to the images
         for argument, mask in (("image_mask", self.image_mask), ("cross_attention_mask", self.token_mask)):
             if mask is not None and mask.shape[0] not in allowed:
                 raise ValueError(f"Expected `{argument}` of batch {_either(allowed)}, got batch {mask.shape[0]}.")
@@ -250,10 +259,12 @@ class ImageInputs:
             raise ValueError("`image_rows` was given without images. Pass `pixel_values` or `cross_attention_states`.")
 
     def rows_of_text(self) -> torch.Tensor | None:
-        """`image_rows` `(B,)`, or None if all image rows have as many text rows, in order, as in a cache.
+        """Returns `image_rows` `(B,)`, or None if the text rows share the image rows in equal numbers and in order.
 
-        On a GPU this waits for the values. Raises a `ValueError` for a number that is no image row, and for an image
-        row that no text row looks at.
+        On a GPU, this waits for the values.
+
+        Raises:
+            ValueError: for a number that is no image row, and for an image row that no text row looks at.
         """
         if self.image_rows is None or self.images is None:
             return None
@@ -274,7 +285,10 @@ class ImageInputs:
         return None if in_order else self.image_rows
 
     def callers_mask(self, axes: list[ImageAxis], text_lens: tuple[int, ...]) -> CallersMask | None:
-        """The caller's mask for each text token, over image tokens. Raises a `ValueError` for another shape."""
+        """Returns the caller's mask with an entry for each text token and image token, or None.
+
+        Raises a `ValueError` if the mask has a wrong shape.
+        """
         mask = self.text_mask
         if mask is None:
             return None
@@ -312,7 +326,10 @@ NO_IMAGES = ImageInputs()
 
 
 def refuse_to_cache(what: str) -> None:
-    """Raises the `ValueError` of a call with `image_rows` that wants a cache (`what`: by which argument or method)."""
+    """Raises the `ValueError` for a call with `image_rows` that needs a cache.
+
+    `what` names the argument or the method that needs the cache.
+    """
     raise ValueError(
         f"Expected `image_rows` without a cache, as in training, got it with {what}. A cache shares images in equal "
         "numbers: call `encode_images` once and pass the result as `cache`, with the questions about the "
@@ -323,7 +340,7 @@ def refuse_to_cache(what: str) -> None:
 def _checked_images(
     config: XAttnConfig, name: str | None, given: dict[str, torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, Arrangement | None]:
-    """Returns the images of the argument `name`, with the images on axis 1, and their arrangement."""
+    """Returns the images of the argument `name`, with an axis 1 for the images of a row, and their arrangement."""
     ratios = {ratio: given.get(ratio) for ratio in ("aspect_ratio_ids", "aspect_ratio_mask")}
     images = None if name is None else given[name]
     if name is None or images is None or name == "cross_attention_states":
@@ -390,7 +407,7 @@ def _check_states(config: XAttnConfig, states: torch.Tensor) -> None:
 
 
 def refuse_lost_mask(pixel_values: torch.Tensor) -> None:
-    """Raises a `ValueError` for an image of zeros alone, which is padding whose `image_mask` did not come with it."""
+    """Raises a `ValueError` for an image that is all zeros: it is padding, and its `image_mask` was lost."""
     if not has_values(pixel_values) or pixel_values.dim() < 5:
         return
     padding = ~pixel_values.flatten(2).any(dim=-1)
@@ -398,7 +415,7 @@ def refuse_lost_mask(pixel_values: torch.Tensor) -> None:
         row, image = padding.nonzero()[0].tolist()
         raise ValueError(
             f"Expected `image_mask` beside padding, got none, and image {image} of row {row} in `pixel_values` holds "
-            "only zeros. TRL's GRPO and RLOO pass no `image_mask`: give all their rows the same number of pictures. "
+            "only zeros. TRL's GRPO and RLOO pass no `image_mask`: give all their rows the same number of images. "
             "If this image is real, pass an `image_mask` that says so."
         )
 
@@ -415,7 +432,7 @@ def _checked_masks(
                 f"Expected `image_attention_mask` of shape (batch, text_len, num_images), got {tuple(by_image.shape)}."
             )
         check_no_bias("image_attention_mask", by_image)
-        return None, (by_image != 0)[..., None], "image_attention_mask"  # images of one tile
+        return None, (by_image != 0)[..., None], "image_attention_mask"  # each image counts as one tile
     if mask is None:
         return None, None, "cross_attention_mask"
     if mask.dim() not in (2, 3, 4):

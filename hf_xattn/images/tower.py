@@ -1,4 +1,4 @@
-"""Calls a vision tower, whatever its output looks like. Which models can be one tells `parts/towers.py`."""
+"""Calls a vision tower, and brings its output into one form. `parts/towers.py` says which models can be a tower."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from ..utils.tensor_checks import type_name
 from ..utils.towers import CHANNELS_LAST, ONE_ROW, own_class
 
 
-# The flag of transformers' towers that resize their learned position embeddings only where they are asked to.
+# Argument of transformers' towers that resize their learned position embeddings only if it is set.
 FLAG = "interpolate_pos_encoding"
 # Towers with learned position embeddings that cannot resize them.
 FIXED_SIZE_TYPES = ("aimv2_vision_model",)
 POSITION_EMBEDDINGS = ("position_embedding", "position_embeddings")
 MASK_TOKEN = "mask_token"
-UNSIZED = 224  # pixels of a side of a blank image, where the configuration says no size
+UNSIZED = 224  # height and width of a blank image, if the configuration does not have the size of images
 NO_HIDDEN_STATE = "a vision model whose output has `last_hidden_state`, got a {}, whose output has"
 PASS_ITS_BASE = "Pass the `base_model` of a model with a head, and the vision part of a model for text and images."
 
 
 class UnusableOutput(ValueError):
-    """A vision model returns nothing that could be features of each picture."""
+    """The output of a vision model cannot be used as features of each image."""
 
 
-Ratios: TypeAlias = dict[str, torch.Tensor | None]  # the arguments of a call that an arrangement is made of
+Ratios: TypeAlias = dict[str, torch.Tensor | None]  # the arguments of a call from which an arrangement is made
 
 
 class Arrangement(Protocol):
-    """What a tower needs beside the pixels `(R, n, ...)` of a call, if it does not read each picture as a whole.
+    """What a tower needs in addition to the pixels `(R, n, ...)` of a call, if it does not read whole images.
 
-    `of` makes it of the arguments of a call, and raises a `ValueError` where these or the images do not fit the tower.
-    `blank` gives the pixels of one black image their shape, from `(1, 1, channels, height, width)`.
+    `of` makes an arrangement from the arguments of a call, and raises a `ValueError` if these or the images do not fit
+    the tower. `blank` makes one black image for the tower from pixels `(1, 1, channels, height, width)`.
     """
 
     @classmethod
@@ -53,13 +53,13 @@ class Arrangement(Protocol):
     def blank(cls, config: Any, pixels: torch.Tensor) -> tuple[torch.Tensor, Arrangement]: ...
 
     @property
-    def kinds(self) -> torch.Tensor: ...  # `(R, n)`, 0 = no image; images of different kinds differ
+    def kinds(self) -> torch.Tensor: ...  # `(R, n)`, 0 for no image; images of different kinds are not equal
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Arrangement: ...  # every tensor `(R, n, ...)`
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Arrangement: ...  # applies it to all tensors
 
     def __iter__(self) -> Iterator[torch.Tensor]: ...
 
-    def _asdict(self) -> dict[str, torch.Tensor]: ...  # by the names of the tower's arguments
+    def _asdict(self) -> dict[str, torch.Tensor]: ...  # the keys are the names of the tower's arguments
 
     def run(self, tower: Any, pixels: torch.Tensor, returns: dict[str, bool]) -> BaseModelOutput: ...
 
@@ -70,7 +70,7 @@ class Arrangement(Protocol):
     def token_mask(self, image_mask: torch.Tensor | None, tokens: int) -> torch.Tensor: ...  # see `token_mask_of`
 
 
-# By the `model_type` of the tower. The others read whole images, without an arrangement. `parts/tiles.py` adds to them.
+# Arrangements by the `model_type` of the tower. `parts/tiles.py` fills this table. All other towers read whole images.
 ARRANGEMENTS: dict[str, type[Arrangement]] = {}
 
 
@@ -82,7 +82,7 @@ def takes_keyword(tower_class: type[PreTrainedModel], name: str) -> bool:
 
 
 def check_not_trained(tower: PreTrainedModel) -> None:
-    """Raises a `ValueError` in training if the tower has trainable weights: they learn nothing from earlier outputs."""
+    """Raises a `ValueError` in training if the tower has trainable weights, which cannot learn from earlier outputs."""
     if not (tower.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return
     trainable = [name for name, weight in tower.named_parameters() if weight.requires_grad]
@@ -95,7 +95,7 @@ def check_not_trained(tower: PreTrainedModel) -> None:
 
 
 def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
-    """Builds a vision tower with random weights, of a configuration that `parts/towers.py` accepts."""
+    """Builds a vision tower with random weights, from a configuration that `parts/towers.py` accepts."""
     own = own_class(config)
     return build_part(AutoModel, config) if own is None else own._from_config(config)
 
@@ -107,15 +107,18 @@ def run_tower(
     layers: int | list[int] | tuple[int, ...] | None = None,
     **returns: bool | None,
 ) -> BaseModelOutput:
-    """Runs a tower on `(R, num_images, ...)` pixels.
+    """Runs a tower on pixels `(R, num_images, ...)`.
 
-    The `last_hidden_state` of towers of whole images has `R * num_images` rows, and the channels of a map of features
-    on axis 1, also where the tower's own does not.
+    If the tower reads whole images, the `last_hidden_state` of the result has `R * num_images` rows, and a feature map
+    has its channels on axis 1, whatever the tower itself returns.
 
     Args:
-        layers (`int` or `list[int]`, *optional*): `vision_feature_layer`, see [`XAttnConfig`]: the output has their
-            hidden states, joined, as its `last_hidden_state`.
-        returns: `output_hidden_states`, `output_attentions`. None: as in the tower's configuration.
+        tower (`PreTrainedModel`): The vision tower.
+        pixel_values (`torch.Tensor`): The pixels.
+        tiles ([`Arrangement`], *optional*): None for a tower that reads whole images.
+        layers (`int` or `list[int]`, *optional*): `vision_feature_layer`, see [`XAttnConfig`]. The `last_hidden_state`
+            of the result then holds the hidden states of these layers, joined along the width.
+        returns: `output_hidden_states` and `output_attentions`. Default to the values in the tower's configuration.
 
     Raises:
         ValueError: for images of a size that the tower does not support, or an output without `last_hidden_state` or
@@ -139,7 +142,7 @@ def run_tower(
 def _with_features_of(
     layers: int | list[int] | tuple[int, ...], output: BaseModelOutput, width: int | None, keeps_states: bool
 ) -> BaseModelOutput:
-    """Puts the hidden states of layers of a tower in the place of its last one."""
+    """Replaces the `last_hidden_state` of an output by the hidden states of `layers`."""
     states, last = getattr(output, "hidden_states", None), output.last_hidden_state
     assert last is not None
     expected = "Expected `vision_feature_layer` with a vision tower that returns `hidden_states`"
@@ -150,7 +153,7 @@ def _with_features_of(
     if len(set(shapes)) > 1 or len(shapes[0]) != 3 or shapes[0][-1] != width:
         raise ValueError(f"{expected} (images, tokens, width={width}), got {layers!r}, whose shapes are {shapes}.")
     features = torch.cat(chosen, dim=-1)
-    if last.requires_grad:  # DDP waits for the gradient of every weight that learns, also of those behind these layers
+    if last.requires_grad:  # DDP waits for the gradient of every trainable weight, also of those after these layers
         features = features + last.flatten()[:0].sum().to(features.dtype)
     output.last_hidden_state = features
     if not keeps_states:
@@ -196,7 +199,7 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken
 
 
 def _by_image(tower: PreTrainedModel, output: BaseModelOutput, pixel_values: torch.Tensor) -> BaseModelOutput:
-    """Gives `last_hidden_state` the shape `(images, tokens, width)` or `(images, width, height, width of the map)`."""
+    """Brings `last_hidden_state` into the shape `(images, tokens, width)` or `(images, channels, height, width)`."""
     features, images = output.last_hidden_state, pixel_values.shape[:2].numel()
     assert features is not None
     if tower.config.model_type in CHANNELS_LAST and features.dim() == 4:
@@ -212,7 +215,10 @@ def _by_image(tower: PreTrainedModel, output: BaseModelOutput, pixel_values: tor
 
 
 def token_mask_of(tiles: Arrangement | None, image_mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
-    """Which image tokens are real, `(batch, num_images * tokens)`, or None if all are. `tokens`: of one image."""
+    """Returns which image tokens are no padding, `(batch, num_images * tokens)`, or None if no token is padding.
+
+    `tokens` is the number of tokens of an image.
+    """
     if tiles is not None:
         return tiles.token_mask(image_mask, tokens)
     return None if image_mask is None else image_mask.repeat_interleave(tokens, dim=1)
@@ -221,7 +227,7 @@ def token_mask_of(tiles: Arrangement | None, image_mask: torch.Tensor | None, to
 def blank_image(
     config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, Arrangement | None]:
-    """Makes one black image for one row."""
+    """Makes the pixels of one black image in one row, with their arrangement."""
     size = image_size_of(config) or (UNSIZED, UNSIZED)
     pixels = torch.zeros(1, 1, getattr(config, "num_channels", 3), *size, device=device, dtype=dtype)
     arrangement = ARRANGEMENTS.get(config.model_type)
@@ -229,10 +235,10 @@ def blank_image(
 
 
 def only_image_size(tower: PreTrainedModel) -> tuple[int, int] | None:
-    """Height and width of the images that a tower reads; None where it reads several sizes.
+    """Returns the height and width of the only size of images that a tower reads; None if it reads several sizes.
 
-    Towers with one learned position embedding for each patch read the size that they were made for. SigLIP would take
-    a slightly larger image without a word, and leave its border out.
+    A tower with one learned position embedding for each patch reads only the size that it was made for. SigLIP would
+    accept a slightly larger image without an error, and ignore its border.
     """
     size = image_size_of(tower.config)
     if size is None or not (_has_flag(type(tower)) or tower.config.model_type in FIXED_SIZE_TYPES):
@@ -258,10 +264,11 @@ def _has_flag(tower_class: type[PreTrainedModel]) -> bool:
 
 
 def states_for_all_weights(tower: nn.Module, output: BaseModelOutput) -> torch.Tensor:
-    """The `last_hidden_state` of a tower. If the tower trains, it depends on all its weights.
+    """Returns the `last_hidden_state` of a tower. If the tower trains, the result depends on all weights of the tower.
 
-    What comes after that state gets no gradient from it: CLIP's last norm, the poolers of ViT and BEiT, the heads of
-    SigLIP and AIMv2. Nor does the mask token of DINOv2. DDP waits for the gradient of every weight that learns.
+    DDP waits for the gradient of every trainable weight. But some weights are used only after the last hidden state,
+    and would get no gradient: CLIP's last norm, the poolers of ViT and BEiT, and the heads of SigLIP and AIMv2. The
+    mask token of DINOv2 gets none, either.
     """
     states = output.last_hidden_state
     assert states is not None
@@ -269,13 +276,16 @@ def states_for_all_weights(tower: nn.Module, output: BaseModelOutput) -> torch.T
         return states
     for each in (output.get("pooler_output"), *_mask_tokens(tower)):
         if each is not None and each.requires_grad:
-            # Of no element: a zero also where a value is infinite.
+            # The sum over no elements is zero, even if a value is infinite.
             states = states + each.flatten()[:0].sum().to(states.dtype)
     return states
 
 
 def _mask_tokens(tower: nn.Module) -> list[nn.Parameter]:
-    """Embeddings of masked patches, which no call asks for. FSDP does not need them, and may keep a part of each."""
+    """Returns the embeddings of masked patches, which no call of this package uses.
+
+    Returns none under FSDP, which does not wait for them, and may hold only a part of each.
+    """
     if has_units(tower):
         return []
     return [weight for name, weight in tower.named_parameters() if name.rpartition(".")[2] == MASK_TOKEN]

@@ -1,6 +1,6 @@
-"""What a block computes: attention, the gated block, norms, masks, position bias, and the context that one call passes
-to all blocks.
+"""What a block computes: the attention, the gated block, gates, norms, masks, position parts, and the context that one
+call passes to all blocks.
 
-What may come in: tensors in, tensors out. A layer knows no decoder and no file.
+What belongs here: code that computes tensors from tensors. A layer knows no decoder and reads no file.
 Imports from: utils, cache.
 """

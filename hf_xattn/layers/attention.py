@@ -1,16 +1,16 @@
-"""Cross-attention: text queries, image keys and values.
+"""Cross-attention: the queries come from the text, the keys and values from the image tokens.
 
 It differs from self-attention in three ways:
 
-- The image axis has no causal order. So all queries that share keys and values are folded into one query axis: the
-  heads of a K/V group, the text positions, and the text rows that look at the same image. K/V are never repeated,
-  neither for GQA nor for beams, and a decode step reads them once.
-- There is no rotary embedding, because image features contain their positions. For a context with an order (audio,
-  video) there are position parts (`layers/positions.py`).
+- The image axis has no causal order. So all queries that share keys and values can be folded into one query axis: the
+  heads of a K/V group, the text positions, and the text rows that look at the same image. Keys and values are never
+  repeated, neither for GQA nor for beams, and a decode step reads them once.
+- There is no rotary embedding, because image features already contain their positions. For features with an order
+  (sound, video), there are position parts (`layers/positions.py`).
 - The output projection starts at zero (`zero_init`), so a fresh layer changes nothing.
 
-Letters in comments: R image rows, r text rows for each image row, T text tokens, N image tokens, K K/V heads, G query
-heads for each K/V head, D head width.
+Letters in the comments: R image rows, r text rows for each image row, T text tokens, N image tokens, K K/V heads, G
+query heads for each K/V head, D head width.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .positions import SCORE_PARTS, added_to_scores, with_position
 
 
 def zero_init_linear(in_features: int, out_features: int, bias: bool, zero_init: bool) -> nn.Linear:
-    """Makes a linear layer with the attribute `zero_init`, which tells `_init_weights` to start the layer at zero.
+    """Makes a linear layer with the attribute `zero_init`, which tells `_init_weights` whether to start it at zero.
 
-    transformers initialises weights module by module, and again if a checkpoint lacks them. So the mark is on the
-    module.
+    transformers initialises weights module by module, and does so again if a checkpoint lacks them. So the attribute is
+    on the module.
     """
     linear: Any = nn.Linear(in_features, out_features, bias=bias)
     linear.zero_init = zero_init
@@ -49,14 +49,14 @@ def zero_init_linear(in_features: int, out_features: int, bias: bool, zero_init:
 
 
 class GatedCrossAttention(nn.Module):
-    """Multi-head cross-attention over a context of any width. Also works on its own, on plain tensors.
+    """Multi-head cross-attention over image tokens of any width. It also works outside of a model, on plain tensors.
 
     The gate that scales the output is in [`GatedCrossAttentionBlock`], next to the residual connection.
 
     Args:
-        config ([`CrossAttentionConfig`]): sizes and options.
-        layer_idx (`int`): index of this layer's keys and values in the cross-attention half of a cache.
-        position (`nn.Module`, *optional*): the code of positions that `config` names; made here if it is None.
+        config ([`CrossAttentionConfig`]): Sizes and options.
+        layer_idx (`int`): Index of this layer's keys and values in the cross-attention half of a cache.
+        position (`nn.Module`, *optional*): The position encoding that `config` names. By default it is built here.
 
     Example:
 
@@ -74,13 +74,13 @@ class GatedCrossAttention(nn.Module):
     """
 
     is_causal = False
-    num_key_value_groups = 1  # folded calls have as many query heads as K/V heads
+    num_key_value_groups = 1  # folded queries have as many heads as keys and values
 
     def __init__(self, config: CrossAttentionConfig, layer_idx: int = 0, position: nn.Module | None = None):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        # Of this process: under tensor parallelism a rank holds some of the heads (see `learning/sharding.py`).
+        # Under tensor parallelism, this is the number of heads of this rank (see `learning/sharding.py`).
         self.num_key_value_heads = config.num_key_value_heads
         self.num_groups = config.num_attention_heads // config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -115,18 +115,20 @@ class GatedCrossAttention(nn.Module):
     ) -> tuple[Any, torch.Tensor | None]:
         """
         Args:
-            hidden_states (`torch.Tensor`): `(batch, text_len, hidden_size)`; None if only keys and values are computed.
-            cross_attention_states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`.
-            cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)` or
-                `(batch, text_len, num_image_tokens)`. The output of a text token that may see nothing is zero, before
-                the bias of the output projection.
-            output_attentions (`bool`): also return the attention weights.
-            cross_attention ([`CrossAttentionContext`] or [`ImageTokens`], *optional*): what a model passes to its
+            hidden_states (`torch.Tensor`): `(batch, text_len, hidden_size)`, the text. None if the layer shall only
+                compute keys and values.
+            cross_attention_states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`, the image tokens.
+            cross_attention_mask (`torch.BoolTensor`, *optional*): True where text may attend to an image token;
+                `(batch, num_image_tokens)` or `(batch, text_len, num_image_tokens)`. For a text token that may see
+                nothing, the output is zero before the bias of the output projection.
+            output_attentions (`bool`, defaults to `False`): Whether to return the attention weights.
+            cross_attention ([`CrossAttentionContext`] or [`ImageTokens`], *optional*): What a model passes to its
                 blocks, in place of the three arguments above.
 
         Returns:
-            `(output, weights)`: `(batch, text_len, hidden_size)`, and `(batch, num_attention_heads, text_len,
-            num_image_tokens)` or None. For [`ImageTokens`], keys and values in the place of the output.
+            `(output, weights)`: the output `(batch, text_len, hidden_size)`, and the weights `(batch,
+            num_attention_heads, text_len, num_image_tokens)` or None. If `cross_attention` is an [`ImageTokens`], the
+            output is a tuple of keys and values.
 
         Raises:
             TypeError: for a mask that is not boolean or states that are not floating point.
@@ -135,7 +137,7 @@ class GatedCrossAttention(nn.Module):
         if isinstance(cross_attention, ImageTokens):
             images = cross_attention
             assert images.states is not None
-            # FSDP reads a module's outputs to know when its weights are needed again.
+            # Keys and values are returned as outputs, because FSDP finds in them when the weights are needed again.
             return self.project_key_value(images.states, bool(images.null_key), images.real, images.positions), None
         if cross_attention is None:
             if hidden_states is None or cross_attention_states is None:
@@ -154,10 +156,10 @@ class GatedCrossAttention(nn.Module):
         return self._attend(hidden_states, *cross_attention.read(self.layer_idx), cross_attention)
 
     def image_parts(self) -> list[tuple[str, nn.Module]]:
-        """The modules, by name, that make the keys and values of a cache of image tokens."""
+        """Returns the modules, with their names, that compute the keys and values of image tokens."""
         names = ["context_norm", "k_proj", "v_proj"]
         if self.position is not None:
-            names += ["position", "k_norm"]  # elsewhere the weight of the norm goes to the queries
+            names += ["position", "k_norm"]  # without a position encoding, the weight of the norm scales the queries
         return [(name, part) for name in names if (part := getattr(self, name)) is not None]
 
     def project_key_value(
@@ -171,19 +173,21 @@ class GatedCrossAttention(nn.Module):
 
         Args:
             cross_attention_states (`torch.Tensor`): `(rows, num_image_tokens, context_size)`.
-            null_key (`bool`): put the null key of quiet softmax in front. It adds 1 to the softmax's denominator.
-            real ([`RealTokens`], *optional*): where the tokens stand, if they are the real ones of a padded batch.
-            positions (`torch.LongTensor`, *optional*): `(1, num_image_tokens)`, of each token in its image, for a
-                position part; None stands for one image.
+            null_key (`bool`, defaults to `False`): Whether to put the null key of quiet softmax in front, which adds 1
+                to the denominator of the softmax.
+            real ([`RealTokens`], *optional*): The places of the tokens in a padded batch, if
+                `cross_attention_states` holds only the tokens that are no padding.
+            positions (`torch.LongTensor`, *optional*): `(1, num_image_tokens)`, the position of each token in its
+                image, for a position encoding. By default all tokens belong to one image.
 
         Returns:
-            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, one token more with a
-            null key. With `qk_norm`, the weight of the key norm goes to the queries (see [`CrossAttentionKeyNorm`]),
-            but for a code of positions.
+            two `torch.Tensor`: keys and values `(rows, num_key_value_heads, num_image_tokens, head_dim)`, with one more
+            token if there is a null key. With `qk_norm`, the keys are not multiplied by the weight of their norm, which
+            scales the queries (see [`CrossAttentionKeyNorm`]), unless there is a position encoding.
         """
         states = cross_attention_states if self.context_norm is None else self.context_norm(cross_attention_states)
         states = to_dtype_of(self.k_proj, states)
-        # -1 is the number of heads: under tensor parallelism a rank holds only some of them.
+        # -1 stands for the number of heads, because under tensor parallelism a rank holds only some of them.
         shape = (*states.shape[:2], -1, self.head_dim)
         key = self.k_proj(states).view(shape)
         value = self.v_proj(states).view(shape)
@@ -201,8 +205,8 @@ class GatedCrossAttention(nn.Module):
         """Computes the attention of all text rows over their images.
 
         Args:
-            hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`; text rows `i * r ... i * r + r - 1` look at image
-                row `i`.
+            hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`. The text rows `i * r` to `i * r + r - 1` look at
+                image row `i`.
             key, value (`torch.Tensor` or [`StoredStates`]): `(R, num_key_value_heads, N or N + 1, head_dim)`.
         """
         text_rows, text_len = hidden_states.shape[:2]
@@ -236,14 +240,15 @@ class GatedCrossAttention(nn.Module):
         return output, _of_text(weights, context)
 
     def _needs_no_scores(self, output_attentions: bool, dropout: float) -> bool:
-        """Whether the output for a single key is its value: the softmax over one key is 1, whatever the query."""
+        """Whether a single key needs no scores: the softmax over it is 1, so the output is its value."""
         if self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled():
             return False
-        # FSDP may gather the weights of these, which other processes use if their images have more tokens.
+        # Other processes may have more image tokens, and use the weights of these modules. FSDP gathers weights in all
+        # processes at once, so this process uses them, too.
         return (self.q_norm is None and self.position is None) or not is_distributed()
 
     def _queries(self, hidden_states: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """`(B, T, num_attention_heads, head_dim)`."""
+        """Returns the queries, `(B, T, num_attention_heads, head_dim)`."""
         query = self.q_proj(to_dtype_of(self.q_proj, hidden_states))
         query = query.view(*hidden_states.shape[:2], -1, self.head_dim)
         if self.position is not None:
@@ -254,7 +259,10 @@ class GatedCrossAttention(nn.Module):
         return self.k_norm(self.q_norm(query.to(torch.promote_types(query.dtype, torch.float32)))).to(query.dtype)
 
     def _mask_of_rank(self, mask: torch.Tensor, positions: int) -> torch.Tensor:
-        """This rank's heads of a mask `(R, 1, r * T * G, N)`, which is equal for all heads of a text position."""
+        """Returns the part of a mask `(R, 1, r * T * G, N)` for the heads of this rank.
+
+        The mask is equal for all heads of a text position.
+        """
         group = self.config.num_attention_heads // self.config.num_key_value_heads
         if group == self.num_groups or mask.shape[2] != positions * group:
             return mask
@@ -262,9 +270,9 @@ class GatedCrossAttention(nn.Module):
 
 
 def _in_cache_layout(states: torch.Tensor, null_key: bool) -> torch.Tensor:
-    """`(rows, tokens, heads, D)` to a contiguous `(rows, heads, tokens, D)`: every decode step reads all of it.
+    """Turns `(rows, tokens, heads, D)` into `(rows, heads, tokens, D)`, and adds the null key if there is one.
 
-    The copy also adds the null token, if there is one.
+    The result is contiguous, because every decode step reads all of it.
     """
     states = states.transpose(1, 2)
     if not null_key:
@@ -274,7 +282,7 @@ def _in_cache_layout(states: torch.Tensor, null_key: bool) -> torch.Tensor:
 
 
 def _of_text(tensor: torch.Tensor, context: CrossAttentionContext) -> torch.Tensor:
-    """Makes output or weights zero for text that sees nothing."""
+    """Sets the output or the weights of text tokens that see nothing to zero."""
     if context.visible is None:
         return tensor
     return torch.where(context.visible if tensor.dim() == 3 else context.visible[:, None], tensor, 0)

@@ -1,6 +1,7 @@
-"""The pre-norm block: norm, cross-attention, gate, residual; norm, MLP, gate, residual. It may have no MLP.
+"""The gated cross-attention block.
 
-The block differs from the cross-attention of encoder-decoder models in three ways:
+The block is a pre-norm block with two branches: norm, cross-attention, gate, residual; then norm, MLP, gate, residual.
+The second branch may be left out. The block differs from the cross-attention of encoder-decoder models in three ways:
 
 - It starts as the identity. In each branch exactly one factor is zero: the last projection (`o_proj`, `down_proj`), or
   the tanh gate.
@@ -53,11 +54,11 @@ class CrossAttentionMLP(nn.Module):
 
 
 class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel):
-    """One gated cross-attention block. It works in a decoder layer or on its own.
+    """A gated cross-attention block. It works in a decoder layer, and also outside of a model.
 
     Args:
-        config ([`CrossAttentionConfig`]): sizes and options.
-        layer_idx (`int`): index of this block's keys and values in the cross-attention half of a cache.
+        config ([`CrossAttentionConfig`]): Sizes and options.
+        layer_idx (`int`): Index of this block's keys and values in the cross-attention half of a cache.
 
     Example:
 
@@ -92,7 +93,7 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        return True  # transformers searches this file's text for the attention interface, but attention.py calls it
+        return True  # transformers looks for the attention interface in the text of this file; attention.py calls it
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -102,7 +103,7 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
         super().__init__(config)
         self.layer_idx = layer_idx
         norm = NORMS[config.norm_type]
-        position = POSITIONS.make(config.position, config)  # one's own keeps its constructor's values
+        position = POSITIONS.make(config.position, config)  # outside of `with`: it keeps the values of its constructor
         with ValuesComeLater():
             self.attn_norm = norm(config.hidden_size, config.norm_eps)
             self.attn = GatedCrossAttention(config, layer_idx, position)
@@ -118,7 +119,8 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
         """`PreTrainedModel.from_pretrained`.
 
         Args:
-            allow_missing_weights (`bool`, defaults to `False`): give missing weights first values, and warn of them.
+            allow_missing_weights (`bool`, defaults to `False`): Whether to give missing weights first values, with a
+                warning, in place of an error.
 
         Raises:
             ValueError: for a checkpoint with weights missing, and for one of another class.
@@ -168,11 +170,11 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
     ) -> torch.Tensor:
         """
         Args:
-            hidden_states (`torch.Tensor`): `(batch, text_len, hidden_size)`.
-            cross_attention_states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`.
-            cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)` or
-                `(batch, text_len, num_image_tokens)`.
-            cross_attention ([`CrossAttentionContext`], *optional*): what a model passes to its blocks, in place of the
+            hidden_states (`torch.Tensor`): `(batch, text_len, hidden_size)`, the text.
+            cross_attention_states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`, the image tokens.
+            cross_attention_mask (`torch.BoolTensor`, *optional*): True where text may attend to an image token;
+                `(batch, num_image_tokens)` or `(batch, text_len, num_image_tokens)`.
+            cross_attention ([`CrossAttentionContext`], *optional*): What a model passes to its blocks, in place of the
                 two arguments above.
 
         Returns:
@@ -196,26 +198,26 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
             raise no_context(cross_attention)
         attended, weights = self.attn(self.attn_norm(hidden_states), cross_attention=cross_attention)
         if cross_attention.recorder is not None and not (weights is None and torch.compiler.is_compiling()):
-            # In compiled code only if needed: `torch.compile` takes no checkpointed layer with a side effect into its
-            # graph.
+            # Compiled code records only weights that are needed, because `torch.compile` takes no checkpointed layer
+            # with a side effect into its graph.
             cross_attention.recorder.weights[self.layer_idx] = weights
         seen = hidden_states + gated(attended, self.attn_gate, hidden_states)
         if self.mlp is not None and self.mlp_norm is not None:
             seen = seen + gated(self.mlp(self.mlp_norm(seen)), self.mlp_gate, seen)
         if cross_attention.visible is None:
             return seen
-        # Not a product with the mask, because NaN * 0 is NaN.
+        # A product with the mask would not do, because NaN * 0 is NaN.
         return torch.where(cross_attention.visible, seen, hidden_states)
 
     def encode(self, images: ImageTokens) -> tuple[KeyValue, ...]:
-        """The keys and values of new images: one pair, of this block."""
+        """Returns the keys and values of new images, as a tuple of one pair, that of this block."""
         return (self.attn(None, cross_attention=images)[0],)
 
 
 def cross_attention_blocks(module: nn.Module) -> list[GatedCrossAttentionBlock]:
-    """The blocks that run in a model or a layer, in the order of the layers.
+    """Returns the blocks that run in a model or a layer, in the order of the layers.
 
-    PEFT keeps a module of `modules_to_save` beside its trained copies, of which one runs.
+    PEFT keeps each module of `modules_to_save` together with trained copies, and only one of them runs.
     """
     blocks, left = [], [module]
     while left:

@@ -1,21 +1,21 @@
-"""What the model passes to its blocks: one keyword argument that goes through the decoder's own layers.
+"""What the model passes to its blocks: one keyword argument, which goes through the layers of the text model.
 
-A layer gets one of two values, which are `ModelOutput`s, that is mappings and pytrees:
+A layer gets one of two values:
 
-- [`ImageTokens`], without text: the blocks project the tokens of new images to keys and values, once.
-- [`CrossAttentionContext`], with the text: the blocks read the keys and values of all images.
+- [`ImageTokens`], in a call without a text: the blocks project the tokens of new images to keys and values, once.
+- [`CrossAttentionContext`], in a call with the text: the blocks read the keys and values of all images.
 
-So accelerate's device hooks move their tensors, FSDP casts them, and activation checkpointing passes them to the
-recomputation. Nothing is stored on modules, in globals or in hooks: under DDP, deepcopy and recomputation it would be
-missing, and gradients would silently be zero.
+Both are `ModelOutput`s, that is, mappings and pytrees. So accelerate's device hooks move their tensors, FSDP casts
+them, and activation checkpointing passes them to the recomputation. Nothing is stored on modules, in globals or in
+hooks: under DDP, deepcopy and recomputation it would be missing, and gradients would silently be zero.
 
-Decoders that do not pass keyword arguments to their layers get the context through a channel of one thread and one
-call: a layer's `__call__` reads the channel, and passes the context to the layer's `forward` as the same keyword.
-Activation checkpointing wraps `forward`, so the recomputation gets the context as an argument. By then the channel is
-empty: a `forward` that read the channel would lose the image's gradient.
+Some decoders do not pass keyword arguments to their layers. They get the context through a channel, which belongs to
+one thread and one call: the `__call__` of a layer reads the channel, and passes the context to the `forward` of the
+layer as the same keyword argument. `forward` itself must not read the channel. Activation checkpointing calls `forward`
+again in the backward pass, when the channel is empty, and then the gradient of the image would be lost.
 
-Letters of the mask: B text rows, R image rows (B = R * r, each image row serves r text rows), T text tokens, N image
-tokens, G query heads that share a K/V head.
+Letters in the shapes of masks: B text rows, R image rows (B = R * r, each image row serves r text rows), T text tokens,
+N image tokens, G query heads that share a K/V head.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from .positions import Positions, positions_in_images, token_positions
 KEYWORD = "cross_attention_context"
 
 # If at most this many text positions share an image row, the mask is repeated for each head of a group. Otherwise the
-# heads share the mask and attention takes them apart, which is as fast for long text and needs a smaller mask.
+# heads share the mask, and the attention unfolds them, which is as fast for a long text and needs a smaller mask.
 MAX_POSITIONS_PER_HEAD = 256
 
 
 class Recorder:
-    """Collects the attention weights of the blocks of one forward, and so tells which blocks have run.
+    """Collects the attention weights of the blocks of one forward. So it also knows which blocks have run.
 
-    Device hooks, FSDP and export copy the context, but all copies share one recorder: `to` returns the object itself,
-    and as a pytree node it has no leaves.
+    Device hooks, FSDP and export copy the context. All copies share one recorder, because `to` returns the recorder
+    itself, and because as a pytree node it has no leaves.
     """
 
     def __init__(self, weights: bool = False) -> None:
@@ -61,7 +61,10 @@ class Recorder:
 
 
 class _SameRecorder:
-    """A recorder in a pytree. Instances with equal `wants` are equal, so that input structures are equal."""
+    """The recorder in the structure of a pytree. Instances with equal `wants` are equal.
+
+    Otherwise, export would take the inputs of two calls for inputs of different structure.
+    """
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
@@ -89,26 +92,28 @@ pytree.register_pytree_node(
 
 @dataclass
 class ImageTokens(ModelOutput):
-    """The tokens of new images, which the blocks project. Padding is left out where that is possible.
+    """The image tokens of new images, which the blocks project. Padding tokens are left out if that is possible.
 
-    Every default is None: accelerate rebuilds a `ModelOutput` from one dict, which it reads only if all other fields
-    are None.
+    All fields default to None, because accelerate rebuilds a `ModelOutput` from a single dict, and transformers reads
+    such a dict only if all other fields are None.
     """
 
-    states: torch.Tensor | None = None  # `(R, N, context_size)`, or `(1, M, context_size)`, their real tokens alone
-    real: RealTokens | None = None  # where the real tokens stand, if they alone are given
-    positions: torch.Tensor | None = None  # `(1, N or M)`, of each token in its image; None for 0 ... N - 1
+    states: torch.Tensor | None = None  # `(R, N, context_size)`, or `(1, M, context_size)` without padding tokens
+    real: RealTokens | None = None  # the places of the tokens, if padding tokens are left out
+    positions: torch.Tensor | None = None  # `(1, N or M)`, position of each token in its image; None for 0 ... N - 1
     null_key: bool | None = None  # whether the null key of quiet softmax comes in front of the keys
 
     @classmethod
     def of(
         cls, config: CrossAttentionConfig, states: torch.Tensor, layout: ImageLayout | None, first: bool
     ) -> ImageTokens:
-        """
+        """Makes the argument of a call that projects new images.
+
         Args:
-            states (`torch.Tensor`): `(R, N, context_size)`.
-            layout ([`ImageLayout`], *optional*): of the images; None for images without padding.
-            first (`bool`): whether no images stand in front of these.
+            config ([`CrossAttentionConfig`]): Configuration of the blocks.
+            states (`torch.Tensor`): `(R, N, context_size)`, the image tokens.
+            layout ([`ImageLayout`], *optional*): Layout of the images; None for images without padding.
+            first (`bool`): Whether these are the first images of the cache, which get the null key.
         """
         null_key = config.quiet_softmax and first
         if layout is None:
@@ -123,19 +128,19 @@ class ImageTokens(ModelOutput):
 
 @dataclass
 class CrossAttentionContext(ModelOutput):
-    """What the blocks of one forward read. Every default is None, as in [`ImageTokens`]."""
+    """What the blocks of one forward read. All fields default to None, as in [`ImageTokens`]."""
 
     cache: CrossCache | None = None  # keys and values of all images, for every block
-    keys_values: KeyValue | None = None  # those of a layer that is used on its own, in place of `cache`
+    keys_values: KeyValue | None = None  # keys and values of a layer that is used without a model, in place of `cache`
     mask: torch.Tensor | None = None  # see [`FoldedMask`]
     visible: torch.Tensor | None = None  # see [`FoldedMask`]
-    # `(B,)`, the row of keys and values of each text row; None if the text shares the rows in equal numbers, in order
+    # `(B,)`, the row of keys and values of each text row; None if text rows share image rows in equal numbers, in order
     rows: torch.Tensor | None = None
-    positions: Positions | None = None  # of text and images; None for 0 ... T - 1 and 0 ... N - 1
-    recorder: Recorder | None = None  # what blocks record to
+    positions: Positions | None = None  # positions of text and images; None for 0 ... T - 1 and 0 ... N - 1
+    recorder: Recorder | None = None  # collects the attention weights
 
     def read(self, layer_idx: int) -> KeyValue:
-        """The keys and values of a block, on its device."""
+        """Returns the keys and values of a block, on the device of the block."""
         if self.keys_values is not None:
             return self.keys_values
         assert self.cache is not None
@@ -164,7 +169,7 @@ def carrying(context: CrossAttentionContext) -> Iterator[None]:
 
 
 def carried_context() -> CrossAttentionContext | None:
-    """The context of the call that runs in this thread."""
+    """Returns the context of the call that runs in this thread, or None."""
     return _channel.context
 
 
@@ -175,7 +180,7 @@ class FoldedMask(NamedTuple):
     for each query, or `(R, 1, r * T, N)` if the heads of a group share an entry.
     """
 
-    mask: torch.Tensor | None  # True = attend; no row is all False; None if every query may attend to every key
+    mask: torch.Tensor | None  # True where a query may attend; no row is all False; None if nothing is hidden
     visible: torch.Tensor | None  # `(B or 1, T or 1, 1)`, whether a text position sees any image token; None if all do
 
 
@@ -185,15 +190,17 @@ EVERYTHING = FoldedMask(None, None)
 def fold_mask(
     sees: torch.Tensor | None, *, image_rows: int, text_rows: int, text_len: int, group: int, null_key: bool = False
 ) -> FoldedMask:
-    """Folds a mask, and makes a softmax safe for every query.
+    """Folds a mask as the queries are folded, and keeps the softmax of every query finite.
 
-    For a query that sees nothing the softmax is NaN in some kernels. Its mask becomes all True instead, and the block
-    discards the output at this position (`visible`).
+    For a query that sees nothing, the softmax is NaN in some kernels. The mask of such a query becomes all True, and
+    the block discards the output at its position (`visible`).
 
     Args:
-        sees (`torch.BoolTensor`, *optional*): `(rows, T or 1, N)`, with rows that divide B and are a multiple of R.
+        sees (`torch.BoolTensor`, *optional*): `(rows, T or 1, N)`, True where text sees an image token. The number of
+            rows divides B and is a multiple of R.
         image_rows, text_rows, text_len, group (`int`): R, B, T and G.
-        null_key (`bool`): whether the keys start with a null key (quiet softmax). A null key is always visible.
+        null_key (`bool`, defaults to `False`): Whether the keys start with a null key (quiet softmax), which is always
+            visible.
     """
     if sees is None:
         return EVERYTHING
@@ -236,7 +243,7 @@ def plain_context(
     config: CrossAttentionConfig,
     output_attentions: bool = False,
 ) -> CrossAttentionContext:
-    """Makes the context of a layer that is used on its own, with one image row for each text row."""
+    """Makes the context of a layer that is used without a model. Each text row has one image row."""
     batch_size, text_len = hidden_states.shape[:2]
     sees = positions = None
     if cross_attention_mask is not None:

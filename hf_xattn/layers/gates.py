@@ -1,6 +1,6 @@
-"""Gates: what a branch of a block is multiplied by before it is added to the text.
+"""Gates: the factor of a branch of a block, before the branch is added to the text.
 
-`"tanh"` is a weight of the block itself, `attn_gate` or `mlp_gate`. Any other gate is a module under that name.
+The gate `"tanh"` is a weight of the block itself, `attn_gate` or `mlp_gate`. Any other gate is a module of this name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Gate = nn.Parameter | nn.Module | None
 
 
 def tanh_gate(config: CrossAttentionConfig) -> nn.Parameter:
-    # Never 0-d: FSDP cannot shard a scalar.
+    # The gate has one dimension, because FSDP cannot shard a scalar.
     shape = (1,) if config.gate_granularity == "scalar" else (config.hidden_size,)
     return nn.Parameter(torch.full(shape, float(config.gate_init), dtype=at_least_float32()))
 
@@ -27,18 +27,18 @@ def no_gate(config: CrossAttentionConfig) -> None:
 
 
 class TokenGate(nn.Module):
-    """Each text token decides how much of a branch it takes: `sigmoid(score) * update`.
+    """Lets each text token decide how much of a branch it takes: `sigmoid(score) * update`.
 
         score = 64 / hidden_size * rms_norm(hidden_states) @ weight + bias
 
-    Attention alone spreads a weight of 1 over the image tokens, also for text that does not concern the image. A fresh
-    gate is the same for all tokens, `sigmoid(gate_init)`. With the factor, a step of Adam moves the score of a wide
-    model as far as that of a narrow one.
+    Without it, the attention weights of a text token add up to 1 even if the token has nothing to do with the image. A
+    fresh gate is the same for all tokens, `sigmoid(gate_init)`. Because of the factor `64 / hidden_size`, a step of
+    Adam moves the score in a wide model as far as in a narrow one.
     """
 
     def __init__(self, config: CrossAttentionConfig):
         super().__init__()
-        # A vector, because weight decay leaves vectors alone.
+        # The weight is a vector, because weight decay spares vectors (see `parameter_groups`).
         self.weight = nn.Parameter(torch.zeros(config.hidden_size))
         self.bias = nn.Parameter(torch.full((1,), float(config.gate_init)))
         self.zero_init = config.zero_init
@@ -60,14 +60,15 @@ def new_gate(config: CrossAttentionConfig) -> Gate:
 
 
 def gated(update: torch.Tensor, gate: Gate, hidden_states: torch.Tensor) -> torch.Tensor:
-    """What a branch adds to the text: `tanh(gate) * update`, in the gate's dtype, or what a gate's module returns.
+    """Returns what a branch adds to the text: `tanh(gate) * update`, or the output of a gate that is a module.
 
     Args:
-        update (`torch.Tensor`): `(batch, text_len, hidden_size)`, of the branch.
-        hidden_states (`torch.Tensor`): the same shape; the text in front of the branch.
+        update (`torch.Tensor`): `(batch, text_len, hidden_size)`, the result of the branch.
+        gate: The gate of the branch, or None.
+        hidden_states (`torch.Tensor`): The text in front of the branch, of the same shape.
 
     Returns:
-        `torch.Tensor`: the same shape, in the dtype of the text.
+        `torch.Tensor`: what is added, of the same shape, in the dtype of the text.
     """
     if gate is None:
         return update.to(hidden_states.dtype)

@@ -1,10 +1,13 @@
-"""The kernels of attention, for queries in the folded layout (see `layers/attention.py`).
+"""Runs the attention kernels, for queries in the folded layout (see `layers/attention.py`).
 
-- transformers' attention interface: SDPA, flash and flex attention, or a user's own kernel. `eager` is here, because
-  the folded layout needs no repeated keys.
-- Keys and values in a form of fewer bytes are multiplied as they are, if there are few queries (`cache/states.py`).
-- One text position an image on a GPU, where SDPA reads more of the memory's bandwidth with the heads unfolded
-  (`examples/benchmarks/decode_attention.py`).
+There are three ways to compute the same attention:
+
+- A kernel of transformers' attention interface: SDPA, flash or flex attention, or a kernel of the user. This file has
+  an `eager` kernel of its own, because the folded layout needs no repeated keys.
+- Keys and values that are stored in fewer bytes (`cache/states.py`) are multiplied as they are stored, if there are few
+  queries.
+- On a GPU, with one text position for each image, the heads are unfolded again. SDPA then uses more of the memory
+  bandwidth (`examples/benchmarks/decode_attention.py`).
 """
 
 from __future__ import annotations
@@ -41,19 +44,20 @@ def run_kernel(
     dropout: float = 0.0,
     output_attentions: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attends with the kernel of the configuration, or with one that computes equal values and fits the call better.
+    """Attends with the kernel of the configuration, or with another one that computes the same for this call.
 
     Args:
-        module ([`GatedCrossAttention`]): its `config` names the kernel, its `scaling` is the factor of the scores.
+        module ([`GatedCrossAttention`]): Its `config` names the kernel, and its `scaling` is the factor of the scores.
         query (`torch.Tensor`): `(R, K, r * T * G, D)`.
         key, value (`torch.Tensor` or [`StoredStates`]): `(R, K, N, D)`.
-        mask (`torch.BoolTensor`, *optional*): True = attend; `(R, 1, 1, N)`, `(R, 1, r * T, N)` or `(R, 1, r * T * G,
-            N)`.
+        mask (`torch.BoolTensor`, *optional*): True where a query may attend to a key; `(R, 1, 1, N)`, `(R, 1, r * T,
+            N)` or `(R, 1, r * T * G, N)`.
         position_bias (`torch.Tensor`, *optional*): `(R, K, r * T * G, N)`.
         group (`int`): G.
 
     Returns:
-        `(output, weights)`: `(R, r * T * G, K, D)`, and `(R, K, r * T * G, N)` if `output_attentions`, else None.
+        `(output, weights)`: the output `(R, r * T * G, K, D)`, and the weights `(R, K, r * T * G, N)` if
+        `output_attentions`, else None.
     """
     shared_mask = mask is not None and mask.shape[2] not in (1, query.shape[2])
     if isinstance(key, StoredStates):
@@ -90,7 +94,7 @@ def _interface(
     position_bias: torch.Tensor | None,
     output_attentions: bool,
 ) -> tuple[Callable[..., Any], torch.Tensor | None, str]:
-    """The kernel, the mask in the form that the kernel takes, and the kernel's name."""
+    """Returns the kernel, the mask in the form that the kernel takes, and the name of the kernel."""
     name = config._attn_implementation or "sdpa"
     if output_attentions or name == "eager":
         return eager_attention_forward, mask, "eager"
@@ -104,7 +108,7 @@ def _interface(
         logger.warning_once("`flex_attention` supports no cross-attention mask on CPU. Calls with a mask use `sdpa`.")
         name = "sdpa"
     if name == "flex_attention" and mask is not None:
-        # transformers adds the mask to the scores of flex attention, and reads it at every position.
+        # transformers adds a mask to the scores of flex attention, and reads an entry of it for every query.
         if mask.shape[2] not in (1, query.shape[2]):
             mask = mask.repeat_interleave(query.shape[2] // mask.shape[2], dim=2)
         mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
@@ -115,13 +119,13 @@ def _interface(
     if position_bias is not None and "position_bias" not in inspect.signature(interface).parameters:
         logger.warning_once(f"`{name}` takes no `position_bias`. Calls with one use `sdpa`.")
         return ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", eager_attention_forward), mask, "sdpa"
-    if mask is not None and ALL_MASK_ATTENTION_FUNCTIONS.get(name) is eager_mask:  # a user's kernel that adds its mask
+    if mask is not None and ALL_MASK_ATTENTION_FUNCTIONS.get(name) is eager_mask:  # a kernel that adds its mask
         mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
     return interface, mask, name
 
 
 def _flex_reads_masks(device: torch.device) -> bool:
-    """Whether flex attention takes a mask tensor: torch 2.13's compiled CPU kernel crashes the process with one."""
+    """Whether flex attention can read a mask. With one, the compiled CPU kernel of torch 2.13 crashes the process."""
     return device.type != "cpu"
 
 
@@ -136,7 +140,7 @@ def eager_attention_forward(
     position_bias: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain attention in the folded layout, with weights. An attention interface of transformers."""
+    """Plain attention in the folded layout, which returns the weights. It has transformers' attention interface."""
     scores = torch.matmul(query, key.transpose(-1, -2)) * scaling
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if position_bias is not None:
@@ -149,11 +153,12 @@ def eager_attention_forward(
 
 
 def attends_unfolded(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, group: int) -> bool:
-    """Whether a GPU reads the keys and values of a decode step faster for unfolded heads.
+    """Whether a GPU reads the keys and values of a decode step faster if the heads are unfolded.
 
-    K/V heads are few thread blocks. Where each head has one position, SDPA's kernels for half precision share the image
-    tokens out among more of them, and still read a K/V head once for its group. Other sizes, and masks before torch
-    2.11, can make them repeat keys and values (transformers' `use_gqa_in_sdpa`).
+    With folded heads, a GPU has only as many thread blocks as there are K/V heads, which are few. If each head has one
+    text position, SDPA's kernels for half precision divide the image tokens among more thread blocks, and still read
+    each K/V head once for its group. For other sizes, and with a mask before torch 2.11, these kernels may repeat keys
+    and values (transformers' `use_gqa_in_sdpa`).
     """
     if query.device.type != UNFOLDED_ON or query.shape[2] != group or group == 1 or key.dtype == torch.float32:
         return False
@@ -171,7 +176,7 @@ def _attend_unfolded(
     dropout: float,
     scaling: float,
 ) -> torch.Tensor:
-    """SDPA with the heads of a group beside each other: they share a mask `(R, 1, r * T, N)`, and none is repeated."""
+    """Runs SDPA with unfolded heads. They share a mask `(R, 1, r * T, N)`, and keys and values are not repeated."""
     rows, kv_heads, _, head_dim = query.shape
     query = query.view(rows, kv_heads, -1, group, head_dim).transpose(2, 3).flatten(1, 2)
     output = nn.functional.scaled_dot_product_attention(

@@ -1,4 +1,7 @@
-"""Norms in float32, with float32 weights, in a model of any dtype: bfloat16 would round small updates to zero."""
+"""Norms that compute in float32 and have float32 weights, in a model of any dtype.
+
+bfloat16 would round small updates of the weights to zero.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,12 @@ class CrossAttentionRMSNorm(nn.Module):
 
 
 class CrossAttentionKeyNorm(CrossAttentionRMSNorm):
-    """RMSNorm of the keys that multiplies its weight into the queries.
+    """RMSNorm of the keys, whose weight multiplies the queries in place of the keys.
 
     `q . (w * norm(k))` equals `(w * q) . norm(k)`. An image usually has more tokens than the text, so weighting the
-    queries saves a product over all image tokens. In training it also saves the copy of the keys for that product's
-    gradient. A code of positions would stand between the two: beside one, keys have a plain norm.
+    queries saves a product over all image tokens. In training it also saves the copy of the keys that the gradient of
+    this product would need. A position encoding changes the keys after their norm, so that the two products differ.
+    Keys with a position encoding therefore have a plain norm.
     """
 
     def normalize(self, key: torch.Tensor) -> torch.Tensor:

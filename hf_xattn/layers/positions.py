@@ -1,10 +1,12 @@
-"""Position parts of the attention. The core has none: image features hold their positions.
+"""Position parts of the attention. The core has none, because image features already contain their positions.
 
-- A code of positions changes queries and keys, such as a rotary embedding. It is a module of one's own (see
-  `utils/parts.py`). It gets the position of an image token within its image alone, so that keys stay right whatever
-  stands beside the image: in caches, stores, packed and shared rows.
-- A part that adds to the scores ([`ScorePart`]) reads the distances between image tokens and text tokens. T5's
-  relative position bias is one (`parts/position_bias.py`).
+There are two kinds of position parts:
+
+- A position encoding changes queries and keys, as a rotary embedding does. It is a module that a user registers (see
+  `utils/parts.py`). It gets the position of an image token within its own image only. So the keys of an image are the
+  same in caches, in image stores, in packed rows and in shared rows.
+- A score part ([`ScorePart`]) adds to the attention scores. It reads the distances between image tokens and text
+  tokens. T5's relative position bias is one (`parts/position_bias.py`).
 """
 
 from __future__ import annotations
@@ -31,29 +33,34 @@ POSITIONS.register("none", no_position)
 class ScorePart(NamedTuple):
     """A position part that adds to the scores of the attention."""
 
-    make: Callable[[CrossAttentionConfig], nn.Module | None]  # None where the configuration does not ask for it
-    # What the module is called with, of distances `(rows, T, N)` from text tokens to image tokens. The module returns
-    # `(rows, T, N, heads)`. This is no method of it, because device hooks and PEFT's wrappers know calls alone.
+    make: Callable[[CrossAttentionConfig], nn.Module | None]  # returns None if the configuration does not choose it
+    # Turns the distances `(rows, T, N)` from text tokens to image tokens into the input of the module. The module
+    # returns `(rows, T, N, heads)`. `read` is no method of the module, because device hooks and PEFT's wrappers handle
+    # only calls of a module.
     read: Callable[[CrossAttentionConfig, torch.Tensor], torch.Tensor]
 
 
-# By the name of the module, which is part of its weights' names.
+# The score parts, by the name that the module has in the attention, and that the names of its weights contain.
 SCORE_PARTS: dict[str, ScorePart] = {}
 
 
 class Positions(NamedTuple):
-    """The positions that the parts of one call read. A named tuple: device hooks and FSDP move the tensors."""
+    """The positions that the position parts of one call read.
 
-    query: torch.Tensor | None  # `(B or 1, T)`, in the text; None stands for 0 ... T - 1
-    key: torch.Tensor | None  # `(rows, N)`, in the row, for scores alone; None stands for 0 ... N - 1
+    It is a named tuple, so that device hooks and FSDP move its tensors.
+    """
+
+    query: torch.Tensor | None  # `(B or 1, T)`, positions in the text; None stands for 0 ... T - 1
+    key: torch.Tensor | None  # `(rows, N)`, positions in the row, for score parts; None stands for 0 ... N - 1
 
 
 def with_position(position: Any, of: str, states: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """Queries or keys with their positions.
+    """Applies a position encoding to queries or keys.
 
     Args:
-        of (`"queries"` or `"keys"`).
-        states (`torch.Tensor`): `(rows, tokens, heads, head_dim)`.
+        position: The module of the position encoding.
+        of (`str`): `"queries"` or `"keys"`.
+        states (`torch.Tensor`): The queries or keys, `(rows, tokens, heads, head_dim)`.
         positions (`torch.LongTensor`, *optional*): `(rows or 1, tokens)`; None stands for 0 ... tokens - 1.
     """
     if positions is None:
@@ -69,14 +76,20 @@ def with_position(position: Any, of: str, states: torch.Tensor, positions: torch
 
 
 def positions_in_images(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """`(1, N)`, the place of each image token in its image; `sizes` are the tokens of the images of a row."""
+    """Returns the position of each image token in its image, `(1, N)`.
+
+    `sizes` has the number of tokens of each image of a row.
+    """
     return torch.cat([torch.arange(size, device=device) for size in sizes])[None]
 
 
 def added_to_scores(
     attention: Any, positions: Positions | None, shape: tuple[int, int, int], device: torch.device
 ) -> torch.Tensor:
-    """What position parts, of which there are some, add to the scores, `(B, T, heads, N)`. `shape`: `(B, T, N)`."""
+    """Returns what the score parts of an attention add to its scores, `(B, T, heads, N)`.
+
+    The attention must have at least one score part. `shape` is `(B, T, N)`.
+    """
     parts = [(getattr(attention, name), part) for name, part in SCORE_PARTS.items()]
     query, key = positions or (None, None)
     query = torch.arange(shape[1], device=device)[None] if query is None else query
@@ -87,12 +100,14 @@ def added_to_scores(
 
 
 def text_positions(text: Mapping[str, Any], cache: XAttnCache | None, given: torch.Tensor) -> torch.Tensor:
-    """The positions of the text tokens, `(B or 1, T)`: `position_ids`, or the number of real tokens before each.
+    """Returns the positions of the text tokens, `(B or 1, T)`.
 
-    Padding in front of a text is at 0, like its first token.
+    These are the `position_ids` of the caller, or the number of tokens before each token without padding. Padding in
+    front of a text has position 0, like the first token of the text.
 
     Args:
-        text (`Mapping`): the decoder's own arguments.
+        text (`Mapping`): The arguments of the text model itself.
+        cache ([`XAttnCache`], *optional*): The cache of the earlier text.
         given (`torch.Tensor`): `(B, T, ...)`, the ids or embeddings.
     """
     positions = text.get("position_ids")
@@ -112,5 +127,8 @@ def text_positions(text: Mapping[str, Any], cache: XAttnCache | None, given: tor
 
 
 def token_positions(token_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The place of each image token among the real ones of its row, `(rows, N)`; None if all are real."""
+    """Returns the position of each image token in its row, `(rows, N)`, in which padding is not counted.
+
+    None if no token is padding.
+    """
     return None if token_mask is None else token_mask.cumsum(dim=-1) - 1

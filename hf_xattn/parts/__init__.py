@@ -1,8 +1,7 @@
-"""Parts of a model that a name or a field of its configuration chooses, beside those of the core, and packed rows:
-extras.
+"""Extras that are parts of a model, and that a field of its configuration chooses.
 
-Each registers itself when it is imported (`utils/parts.py`): the connectors `"perceiver"`, which gives fewer image
-tokens and may read the place of each image in its row, and `"mlp_2d"`, which adds a code of places in the picture; T5's
-relative position bias; and towers that read tiles. Beside them stand tokens behind the decoder's vocabulary, and what
-tells which models can be vision towers, and what these give.
+These parts register themselves when they are imported (see `utils/parts.py`): the connector `"perceiver"`, which makes
+fewer image tokens; the connector `"mlp_2d"`, which adds a position encoding of the place in the image; T5's relative
+position bias; and vision towers that read tiles. This subpackage also has packed rows, the tokens after the text
+model's vocabulary, and the checks which models can be vision towers and what features these return.
 """

@@ -1,8 +1,9 @@
-"""A code of places in the picture on image tokens: cosine waves along rows and columns.
+"""The connector `"mlp_2d"`: an MLP that adds a two-dimensional position encoding to the image tokens.
 
-A convolutional tower says next to nothing of a token's place, so DETR adds sine waves of two axes to its tokens (Carion
-et al., "End-to-End Object Detection with Transformers", 2020), for queries and keys. A text that asks where something
-is needs the code in the values, too, so here image tokens have it.
+The features of a convolutional tower contain almost no position. DETR therefore adds sine waves of two axes to its
+queries and keys (Carion et al., "End-to-End Object Detection with Transformers", 2020). To answer where something is,
+a text model needs the position in the values, too. So here the encoding is added to the image tokens, from which keys
+and values are computed.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from ..utils.architectures import TILED_VISION_TYPES
 from ..utils.parts import CONNECTORS
 
 
-WAVES = 4  # along each axis: the first has half a period in the picture, so it tells left from right
-SIZE = 0.35  # root mean square of the code; that of image tokens is about 1
+WAVES = 4  # number of waves along each axis; the first has half a period in the image, so it tells left from right
+SIZE = 0.35  # root mean square of the encoding; that of image tokens is about 1
 
 
 def is_square(count: int) -> bool:
-    """Whether tokens are those of a square picture, behind a class token or none."""
+    """Whether `count` can be the number of tokens of a square grid, with or without a class token in front."""
     return count - int(count**0.5) ** 2 in (0, 1)
 
 
 class GridCode(nn.Module):
-    """Adds the code of its place to each image token `(..., tokens, width)` of a square picture, row by row.
+    """Adds a position encoding to image tokens `(..., tokens, width)`, which are a square grid, row by row.
 
-    Channels take turns: axis `channel % 2`, rows first, and wave `k = channel // 2 % 4 + 1`. The code of place p of n
-    is `0.35 * sqrt(2) * cos(pi * k * (p + 1/2) / n)`, as in the discrete cosine transform (DCT-II). A class token in
-    front of the patches gets none.
+    Even channels encode the row, odd channels the column. A channel has wave `k = channel // 2 % 4 + 1`. In row or
+    column p of n, its value is `0.35 * sqrt(2) * cos(pi * k * (p + 1/2) / n)`, as in the discrete cosine transform
+    (DCT-II). A class token in front of the grid gets no encoding.
     """
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -41,7 +42,7 @@ class GridCode(nn.Module):
         class_token = count - side**2
         if class_token not in (0, 1):
             raise ValueError(
-                "Expected the tokens of a square picture, row by row, behind a class token or none, for "
+                "Expected the tokens of a square image, row by row, behind a class token or none, for "
                 f"`connector_type='mlp_2d'`, got {count} tokens. For other towers and sizes use 'mlp'."
             )
         channel = torch.arange(width, device=tokens.device)
@@ -53,12 +54,13 @@ class GridCode(nn.Module):
 
 
 def code_directions(width: int, most: int) -> torch.Tensor:
-    """Directions `(axes * waves, width)`, of which each wave of the code goes along one; a place has size 1 or less.
+    """Returns one direction for each axis and wave of the encoding, `(axes * waves, width)`.
 
-    Only the first `most // 4` are returned: slower waves come first, which tell more.
+    Along its direction, a wave has a size of at most 1. Only the first `most // 4` directions are returned. The slower
+    waves come first, because they tell more.
     """
     channel = torch.arange(width)
-    number = torch.arange(2 * WAVES)[:, None]  # by waves, the rows of the picture first
+    number = torch.arange(2 * WAVES)[:, None]  # ordered by waves; for each wave, rows come before columns
     own = ((channel % 2 == number % 2) & (channel // 2 % WAVES == number // 2)).float()
     return (own / (own.sum(1, keepdim=True).clamp(min=1) * SIZE * 2**0.5))[: most // 4]
 
@@ -67,8 +69,8 @@ def mlp_2d(config: XAttnConfig) -> list[nn.Module]:
     tower = config.vision_config
     if tower is not None and tower.model_type in TILED_VISION_TYPES:
         raise ValueError(
-            f"Expected a vision tower of whole pictures for `connector_type='mlp_2d'`, got {tower.model_type!r}, which "
-            "reads tiles and has codes of their places. Use 'mlp' or 'linear'."
+            f"Expected a vision tower of whole images for `connector_type='mlp_2d'`, got {tower.model_type!r}, which "
+            "reads tiles and has its own position encodings of them. Use 'mlp' or 'linear'."
         )
     return [*mlp(config), GridCode()]
 

@@ -1,4 +1,7 @@
-"""What a vision tower gives for a picture, found by running it on blank ones: configurations name it in many ways."""
+"""Measures the features of a vision tower by running it on blank images.
+
+The configurations of towers give the width and the number of features under many names, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ STRIDES = tuple(2**power for power in range(8))
 
 
 class Measured(NamedTuple):
-    """What a tower gives for a picture.
+    """The features of a vision tower.
 
     Attributes:
-        width (`int`): of the features.
-        tokens (`int`, *optional*): their number, if they are the places of a square picture.
+        width (`int`): Width of the features.
+        tokens (`int`, *optional*): Number of features of an image, if they are a square grid for a square image.
     """
 
     width: int
@@ -29,10 +32,10 @@ class Measured(NamedTuple):
 
 
 def measured_features(config: PreTrainedConfig) -> Measured | None:
-    """Measures a tower by its configuration, without weights: on the meta device.
+    """Measures a tower by its configuration, without weights, on the meta device.
 
-    A tower that does not run there (its code reads values) is built with random weights if its configuration does not
-    say its width, and not measured if it does.
+    Some towers do not run on the meta device, because their code reads values. Such a tower is not measured if its
+    configuration has the width. Otherwise it is built with random weights.
 
     Raises:
         ValueError: for a tower whose output cannot be used.
@@ -45,17 +48,20 @@ def measured_features(config: PreTrainedConfig) -> Measured | None:
                 return _of_blank_images(build_tower(config).eval(), device)
         except UnusableOutput:
             raise
-        except Exception:  # whatever code stumbles over without values, or on a picture that is not its size
+        except Exception:  # the code of a tower may fail in any way without values, or on an image of another size
             if _says_its_width(config):
                 return None
     return None
 
 
 def measured(tower: PreTrainedModel) -> Measured | None:
-    """Measures a tower by running it. None for one that does not read whole images, or on the meta device.
+    """Measures a tower by running it.
+
+    Returns None for a tower that does not read whole images, or that is on the meta device.
 
     Raises:
-        ValueError: for a tower whose output cannot be used, or that cannot read a picture of its own size.
+        ValueError: for a tower whose output cannot be used, or that cannot read an image of the size in its
+            configuration.
     """
     weight = next(tower.parameters(), None)
     if tower.config.model_type in ARRANGEMENTS or weight is None or weight.is_meta:
@@ -68,7 +74,7 @@ def measured(tower: PreTrainedModel) -> Measured | None:
     except (RuntimeError, ValueError) as error:
         if isinstance(error, UnusableOutput) or image_size_of(tower.config) is not None:
             raise
-        return None  # it may be right that it cannot read this size
+        return None  # the tower has no size in its configuration, so it may rightly refuse this one
     finally:
         for module, mode in modes:
             module.training = mode
@@ -78,7 +84,7 @@ def measured(tower: PreTrainedModel) -> Measured | None:
 def _of_blank_images(tower: PreTrainedModel, device: torch.device) -> Measured:
     config: Any = tower.config
     pixels, _ = blank_image(config, device, tower.dtype)
-    pixels = pixels.repeat(1, 2, 1, 1, 1)  # two pictures: features of one may depend on their number
+    pixels = pixels.repeat(1, 2, 1, 1, 1)  # two images, because their number may change what a tower returns
     features = run_tower(tower, pixels, None).last_hidden_state
     assert features is not None
     shape, (height, width) = tuple(features.shape), pixels.shape[-2:]
@@ -87,16 +93,16 @@ def _of_blank_images(tower: PreTrainedModel, device: torch.device) -> Measured:
     if height == width and shape[1] == shape[2] != shape[3]:
         raise UnusableOutput(
             f"Expected a vision tower whose map of features is (images, channels, height, width), got a "
-            f"{type(tower).__name__}, whose map of a square picture is {shape}: its channels come last. Move them to "
+            f"{type(tower).__name__}, whose map of a square image is {shape}: its channels come last. Move them to "
             "axis 1 in its `forward`."
         )
     return Measured(shape[1], shape[2] * shape[3] if height == width and shape[2] == shape[3] else None)
 
 
 def _tokens_of_square(config: Any, tokens: int, size: int) -> int | None:
-    """The number of tokens if they are the patches of a square picture, behind up to two others; None if they are not.
+    """Returns the number of tokens if they are the patches of a square image, behind up to two other tokens.
 
-    Other tokens, such as learned queries and registers, may be a square number by chance.
+    Returns None if they are not. Other tokens, such as learned queries and registers, may be a square number by chance.
     """
     patch = getattr(config, "patch_size", None)
     sides = {math.ceil(size / stride) for stride in STRIDES}

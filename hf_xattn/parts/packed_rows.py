@@ -1,17 +1,17 @@
 """Packed rows: several samples in one text row, whose `position_ids` start again (padding-free collators, TRL).
 
-The contract: positions that start again, no `attention_mask`, no cache, and a decoder whose entry in
-`utils/architectures.py` says that it keeps samples apart. There, transformers begins a sample where a position is not
-the one before plus 1, and so do the images. Other rows whose positions start again are refused: their samples would
-silently read each other.
+A packed row needs a call without an `attention_mask` and without a cache, and a decoder whose entry in
+`utils/architectures.py` says that it keeps samples apart. In such a call, transformers begins a new sample at each
+position that is not the position before it plus 1, and this file assigns the images to the same samples. In any other
+call, rows whose positions start again are refused, because their samples would silently read each other.
 
-Image `k` of a packed row belongs to the sample that holds marker `k`:
+Image `k` of a packed row belongs to the sample that contains marker `k`:
 
     position_ids          0 1 2 3   0 1   0 1 2
     markers               . 1 2 .   . .   . 3 .
     the sample's images   1 and 2   none  3
 
-Letters: B text rows, T text tokens.
+Letters in shapes: B text rows, T text tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..images.conversation import PreparedImages
 from ..images.image_inputs import ImageInputs
 
 
-# What FlashAttention needs to know of the samples. From `position_ids` it finds them only in a batch of one row.
+# Arguments that tell FlashAttention where samples begin. From `position_ids` it finds samples only in a single row.
 FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 REFUSED = (
     "Packed rows (`position_ids` that start again) need a forward without `attention_mask` and without a cache, and a "
@@ -39,10 +39,10 @@ REFUSED = (
 
 
 class XAttnPackingMixin:
-    """Packed rows of [`XAttnModel`]."""
+    """The extra of [`XAttnModel`] for packed rows."""
 
     def find_samples(self: Any, text: Mapping[str, Any], *call: Any) -> PackedText | None:
-        """See [`find_samples`]."""
+        """See the function [`find_samples`]."""
         starts = find_samples(self._interface, self.config, text, *call)
         return None if starts is None else PackedText(starts)
 
@@ -56,20 +56,23 @@ def find_samples(
     images: ImageInputs | PreparedImages,
     without_cache: bool,
 ) -> torch.Tensor | None:
-    """Finds the samples of packed rows, before anything is computed. On a GPU a call with `position_ids` waits for it.
+    """Finds the samples of packed rows, before anything is computed.
 
-    Compiled code cannot branch on positions. It gets the samples of each call that may be packed; in other calls packed
-    rows end in a `RuntimeError`.
+    On a GPU, a call with `position_ids` waits for their values. Compiled code cannot branch on positions. So it treats
+    each call that may have packed rows as if it had them; in other calls, packed rows raise a `RuntimeError`.
 
     Args:
-        text (`Mapping`): the decoder's own arguments.
-        without_cache (`bool`): whether the decoder will run without a cache.
+        decoder ([`DecoderInterface`]): What the decoder can do.
+        config ([`XAttnConfig`]): Configuration of the model.
+        text (`Mapping`): Arguments of the text model itself.
+        cache, use_cache, images: Arguments of the call.
+        without_cache (`bool`): Whether the text model will run without a cache.
 
     Returns:
         `torch.BoolTensor`: `(B, T)`, True where a sample starts; None if no row is packed.
 
     Raises:
-        ValueError: if rows are packed, and the samples would not be kept apart.
+        ValueError: if rows are packed, and the text model would not keep the samples apart.
     """
     given, mask, positions = text.get("input_ids"), text.get("attention_mask"), text.get("position_ids")
     rows, length = (text["inputs_embeds"] if given is None else given).shape[:2]
@@ -85,14 +88,14 @@ def find_samples(
     if positions.device.type == "meta" or (compiles and (cache is not None or prepared or not one_axis)):
         return None
     if prepared and (cache is not None or shown is None):
-        return None  # such a mask says by itself what each text token reads
+        return None  # a mask with more axes already says what each text token reads
 
     steps = (positions if one_axis else positions[0]).diff(dim=-1)
     found = steps <= 0 if one_axis else steps < 0
     if shown is not None and without_cache and mask is None and decoder.packs and one_axis:
-        found = steps != 1  # in such a call transformers begins a sample also where positions leave some out
+        found = steps != 1  # in such a call, transformers also begins a sample at a jump in the positions
     if mask is not None and not prepared:
-        # Positions of padding do not count. A mask covers all text so far, the new text alone (Mamba), or a whole
+        # Positions of padding are ignored. A mask covers all text so far, or only the new text (Mamba), or a whole
         # static cache (Bloom).
         past = mask.shape[1] - length if cache is None or decoder.only_states else int(cache.get_seq_length())
         first = past if mask.shape[1] >= past + length else mask.shape[1] - length
@@ -122,7 +125,7 @@ def _why_refused(
     use_cache: bool | None,
     images: ImageInputs | PreparedImages | None,
 ) -> str | None:
-    """What of a call does not go with packed rows, whatever its tensors hold; None if nothing does."""
+    """Returns why a call cannot have packed rows, whatever the values of its tensors; None if it can."""
     mask, positions = text.get("attention_mask"), text["position_ids"]
     by_default = torch.compiler.is_compiling() and use_cache is None and not torch.is_grad_enabled()
     unmarked = config.image_token_id is None or text.get("input_ids") is None
@@ -153,7 +156,7 @@ def _why_refused(
 
 
 def _why_not_found(config: XAttnConfig, text: Mapping[str, Any], starts: torch.Tensor) -> str | None:
-    """Why the decoder's attention would not find the samples that begin at `starts` `(B, T)`; None if it finds them."""
+    """Returns why the text model's attention would not find the samples that begin at `starts` `(B, T)`, or None."""
     positions, bounds = text["position_ids"], text.get("cu_seq_lens_q")
     if bounds is not None:
         named = torch.as_tensor(bounds).tolist()
@@ -174,7 +177,7 @@ def _why_not_found(config: XAttnConfig, text: Mapping[str, Any], starts: torch.T
 
 
 class PackedText(NamedTuple):
-    """Text of which some rows are packed: [`Samples`] of the core."""
+    """A text with packed rows. It implements the protocol [`Samples`] of the core."""
 
     starts: torch.Tensor  # `(B, T)`, True at the first token of each sample
     markers: torch.Tensor | None = None  # `(B, T)`, the image markers; None if they are unknown
@@ -183,9 +186,10 @@ class PackedText(NamedTuple):
         return self._replace(markers=markers)
 
     def check_images(self, config: XAttnConfig, images: torch.Tensor, markers: torch.Tensor) -> None:
-        """Raises a `ValueError` if a packed row has not one marker for each image: images would go to wrong samples.
+        """Raises a `ValueError` if a packed row has more or fewer markers than images.
 
-        Compiled code ends in a `RuntimeError`. `images`, `markers`: `(B,)`, numbers of real images and of markers.
+        Images would then belong to the wrong samples. In compiled code, the error is a `RuntimeError`. `images` and
+        `markers` `(B,)` are the numbers of real images and of markers in each row.
         """
         differ = self.starts[:, 1:].any(dim=-1) & (images != markers)
         if torch.compiler.is_compiling():
@@ -199,19 +203,19 @@ class PackedText(NamedTuple):
             )
 
     def images_of_samples(self, order: torch.Tensor, counted: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """Which images belong to the sample of each text token, `(B, T, num_images)`.
+        """Returns which images belong to the sample of each text token, `(B, T, num_images)`.
+
+        If a row has only one sample, all images belong to it, also without markers.
 
         Args:
-            order (`torch.LongTensor`): `(B or 1, num_images)`, number of each image in its row from 1; 0 = padding.
+            order (`torch.LongTensor`): `(B or 1, num_images)`, number of each image in its row, from 1; 0 for padding.
             counted (`torch.BoolTensor`): `(B, T)`, the markers.
             seen (`torch.LongTensor`): `(B, T)`, number of markers up to and including each token.
-
-        In a row of one sample all images belong to it, also without markers.
         """
         starts = self.starts
         before = _before_sample(counted, seen, starts)
         ends = torch.cat([starts[:, 1:], torch.ones_like(starts[:, :1])], dim=-1)
-        # Markers up to the end of the sample: the first end that comes, read from the right.
+        # The number of markers up to the end of each token's sample: the minimum over all ends from the token on.
         later = torch.where(ends, seen, torch.iinfo(seen.dtype).max).flip(-1).cummin(dim=-1).values.flip(-1)
         order = order[:, None]
         belongs = (order > before[..., None]) & (order <= later[..., None])
@@ -220,18 +224,21 @@ class PackedText(NamedTuple):
 
 
 def places_in_samples(order: torch.Tensor, markers: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """The place of each image among those of its sample, from 0, `(B, num_images)`; 0 for padding.
+    """Returns the number of each image among the images of its sample, from 0, `(B, num_images)`; 0 for padding.
 
-    `order` and `starts`: as above, both with B rows. `markers`: `(B, T)`, in a packed row one for each image.
+    Args:
+        order (`torch.LongTensor`): `(B, num_images)`, number of each image in its row, from 1; 0 for padding.
+        markers (`torch.BoolTensor`): `(B, T)`, the markers. A packed row has one for each image.
+        starts (`torch.BoolTensor`): `(B, T)`, True at the first token of each sample.
     """
     seen = markers.cumsum(dim=-1)
     before = _before_sample(markers, seen, starts)
-    # Of each image, by its number in the row: number 0 takes what is no marker.
+    # `before`, for each image by its number in the row. Tokens that are no markers write to number 0, which is unused.
     number = torch.where(markers, seen, 0).clamp(max=order.shape[1])
     before_image = order.new_zeros(order.shape[0], order.shape[1] + 1).scatter(1, number, before)
     return (order - 1 - before_image.gather(1, order)).clamp(min=0)
 
 
 def _before_sample(counted: torch.Tensor, seen: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """`(B, T)`, number of markers in front of each token's sample."""
+    """Returns the number of markers in front of each token's sample, `(B, T)`."""
     return torch.where(starts, seen - counted.long(), 0).cummax(dim=-1).values

@@ -1,11 +1,13 @@
-"""The perceiver resampler: turns any number of image tokens into a fixed, smaller number.
+"""The perceiver resampler: turns the features of an image, of any number, into a fixed, smaller number of image tokens.
 
-Learned latents attend to the image tokens and to the latents (Flamingo, Alayrac et al., 2022, appendix A.1.1). Each
-layer is `latents + attention(latents, [tokens; latents])`, then `latents + MLP(latents)`. A LayerNorm follows the last
-layer. No projection has a bias. With `num_image_positions`, the tokens of each image first get a learned vector for its
-place among the row's images (flamingo-pytorch's `media_pos_emb`, OpenFlamingo's `media_time_embs`). That is the number
-of real images before it, those of the cache included: padding images change nothing, and later turns go on counting.
-In a packed row each sample counts from 0.
+Learned latents attend to the features and to the latents (Flamingo, Alayrac et al., 2022, appendix A.1.1). Each layer
+computes `latents + attention(latents, [features; latents])`, then `latents + MLP(latents)`. A LayerNorm follows the
+last layer. No projection has a bias.
+
+With `num_image_positions`, a learned vector is first added to the features of each image. It depends on the number of
+real images before this image in its row (flamingo-pytorch's `media_pos_emb`, OpenFlamingo's `media_time_embs`). Images
+of the cache count, so that later turns go on counting. Padding images do not count. In a packed row, each sample counts
+from 0.
 """
 
 from __future__ import annotations
@@ -102,10 +104,10 @@ class PerceiverResampler(nn.Module):
             init.normal_(self.image_positions, mean=0.0, std=1.0)
 
     def forward(self, features: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """`(..., tokens, width)` to `(..., num_latents, width)`.
+        """Turns features `(..., tokens, width)` into image tokens `(..., num_latents, width)`.
 
-        `positions`: of each image among the images of its row, from 0, with the first axes of `features`. None: each is
-        the first of its row. Read only with `num_image_positions`.
+        `positions` has the number of each image in its row, from 0, in the shape of the first axes of `features`. None
+        means that each image is the first of its row. It is read only with `num_image_positions`.
         """
         if self.image_positions is not None:
             if positions is None:
@@ -129,9 +131,9 @@ CONNECTORS.register("perceiver", perceiver)
 
 
 class ImagePositions:
-    """[`Numbering`] of the core: gives each image its place among the images of its row.
+    """Numbers the images of a row. It implements the protocol [`Numbering`] of the core.
 
-    `count`: number of places that the resampler has learned.
+    `count` is the number of positions that the resampler has learned.
     """
 
     def __init__(self, count: int):
@@ -141,9 +143,9 @@ class ImagePositions:
         """Adds `positions` to the new images of a call.
 
         Args:
-            images ([`ImageInputs`]): the new images, `(R, n, ...)`. Those of packed rows have their `positions`.
-            real (`torch.BoolTensor`, *optional*): `(R, n)`, False = a padding image; None if all are real.
-            cached ([`ImageLayout`], *optional*): of the images in the cache.
+            images ([`ImageInputs`]): The new images, `(R, n, ...)`. Images of packed rows already have `positions`.
+            real (`torch.BoolTensor`, *optional*): `(R, n)`, False for a padding image; None if all are real.
+            cached ([`ImageLayout`], *optional*): Layout of the images in the cache.
 
         Raises:
             ValueError: if a row has more images than positions.
@@ -159,9 +161,9 @@ class ImagePositions:
         else:
             given = torch.ones(rows, num_images, dtype=torch.bool, device=device) if real is None else real
             positions = given.cumsum(dim=1) - 1 + (before if isinstance(before, int) else before[:, None].to(device))
-            positions = torch.where(given, positions, 0)  # padding, which no text sees
+            positions = torch.where(given, positions, 0)  # padding gets position 0; no text sees it
         held = 0 if cached is None else cached.num_images
-        # With padding, rows may hold fewer images than there are columns. Compiled code cannot read how many.
+        # With padding, all rows may have fewer images than the tensor has. Compiled code cannot read how many.
         if num_images and held + num_images > self.count and not (real is None and isinstance(before, int)):
             most = held + num_images if torch.compiler.is_compiling() else int(positions.max()) + 1
         else:
@@ -179,8 +181,8 @@ class ImagePositions:
         """Adds `positions` to the images of packed rows.
 
         Raises:
-            ValueError: if a packed row has not one marker for each image, a sample has more images than positions, or
-                text rows have the images that they share at different places.
+            ValueError: if a packed row has more or fewer markers than images, if a sample has more images than
+                positions, or if text rows that share images have them at different numbers of their samples.
         """
         if not images.pass_connector:
             return images
@@ -219,7 +221,7 @@ class ImagePositions:
     def check_hidden(self, image_mask: torch.Tensor, cached: ImageLayout) -> None:
         """Raises a `ValueError` if a mask `(rows, num_images)` hides a cached image in front of a real one.
 
-        Without the hidden image, the real one would have another place than the one that it was encoded with.
+        Without the hidden image, the real one would have another number than the one with which it was encoded.
         """
         hidden = ~image_mask
         if cached.image_mask is not None:
@@ -236,7 +238,7 @@ class ImagePositions:
 
 
 class XAttnNumberingMixin:
-    """Places of images in [`XAttnModel`]."""
+    """The extra of [`XAttnModel`] that numbers the images of a row."""
 
     def find_numbering(self: Any) -> ImagePositions | None:
         """See [`XAttnImagesMixin.find_numbering`]."""
@@ -245,7 +247,7 @@ class XAttnNumberingMixin:
 
 
 def _in_cache(cached: ImageLayout | None, rows: int) -> int | torch.Tensor:
-    """Number of real images of each row in the cache: one number, or `(R,)`."""
+    """Returns the number of real images of each row in the cache: one number for all rows, or `(R,)`."""
     if cached is None:
         return 0
     if cached.image_mask is None:

@@ -1,4 +1,4 @@
-"""T5's relative position bias, for a context with an order (audio, video): a position part that adds to the scores."""
+"""T5's relative position bias, for features with an order (sound, video). It is a part that adds to the scores."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..layers.positions import SCORE_PARTS, ScorePart
 
 
 def relative_position_bucket(config: CrossAttentionConfig, distance: torch.Tensor) -> torch.Tensor:
-    """Returns T5's bidirectional buckets of distances, ids in `[0, position_bias_num_buckets)`.
+    """Returns T5's bidirectional buckets of distances: ids from 0 to `position_bias_num_buckets - 1`.
 
-    Each direction gets half of them: half of these exact, half logarithmic up to `position_bias_max_distance`; all
-    larger distances share the last bucket. Formula: Raffel et al., "Exploring the Limits of Transfer Learning", 2020,
-    section 2.1.
+    Each direction has half of the buckets. Half of these stand for one distance each. The other half is logarithmic, up
+    to `position_bias_max_distance`; all larger distances share the last bucket. The formula is from Raffel et al.,
+    "Exploring the Limits of Transfer Learning", 2020, section 2.1.
     """
     half, max_distance = config.position_bias_num_buckets // 2, config.position_bias_max_distance
     exact = half // 2

@@ -1,7 +1,7 @@
-"""Towers that read tiles (Mllama's): a large image is cut into up to `max_num_tiles` squares.
+"""Vision towers that read tiles (Mllama's): a large image is cut into up to `max_num_tiles` square tiles.
 
-Their arrangement (the aspect ratio) is another argument of the tower. An image with fewer tiles is padded, and no text
-may see the tokens of padding tiles.
+The tower has another argument for the arrangement of the tiles, the aspect ratio. An image with fewer tiles gets
+padding tiles, and no text may see the image tokens of these.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..utils.tensor_checks import check_integers, has_values
 
 
 class Tiles(NamedTuple):
-    """What a tiled tower needs in addition to the pixels, see [`Arrangement`]."""
+    """What a tiled tower needs in addition to the pixels. It implements [`Arrangement`]."""
 
-    aspect_ratio_ids: torch.Tensor  # (batch, num_images), 0 = no image
-    aspect_ratio_mask: torch.Tensor  # (batch, num_images, max_num_tiles), 1 = a tile, 0 = padding
+    aspect_ratio_ids: torch.Tensor  # (batch, num_images), 0 for no image
+    aspect_ratio_mask: torch.Tensor  # (batch, num_images, max_num_tiles), 1 for a tile and 0 for padding
 
     @classmethod
     def of(cls, config: XAttnConfig, name: str, images: torch.Tensor, ratios: Ratios) -> Tiles:
@@ -55,13 +55,13 @@ class Tiles(NamedTuple):
 
     def run(self, tower: Any, pixels: torch.Tensor, returns: dict[str, bool]) -> BaseModelOutput:
         output = tower(pixel_values=pixels.to(tower.dtype), **self._asdict(), **returns)
-        # transformers records no layers of this tower: older releases return its last hidden state in their place.
+        # transformers records no hidden states of this tower, and older releases return the last one in their place.
         return BaseModelOutput(last_hidden_state=output.last_hidden_state)
 
     def connect(
         self, connector: Any, features: torch.Tensor, positions: torch.Tensor | None, skips_padding: bool
     ) -> torch.Tensor:
-        """`skips_padding`: padding tiles do not pass the connector, and give zeros."""
+        """See [`Arrangement`]. With `skips_padding`, padding tiles skip the connector and become zeros."""
         real = self._real_tiles() if skips_padding else None
         if real is None:
             places = {} if positions is None else {"positions": positions}
@@ -75,10 +75,10 @@ class Tiles(NamedTuple):
         return padded.unflatten(0, features.shape[:3]).flatten(2, 3)
 
     def _real_tiles(self) -> torch.Tensor | None:
-        """Numbers of the tiles that are no padding, among those of all images; None if all or none are.
+        """Returns the indices of the tiles that are no padding, among the tiles of all images.
 
-        The tower itself gets padding tiles too. transformers' Mllama lets the patches of real tiles attend to them:
-        without them an image would have other features.
+        Returns None if all tiles are padding, or none. The tower itself reads padding tiles, too, because in
+        transformers' Mllama the patches of real tiles attend to them: without them, an image would have other features.
         """
         if not has_values(self.aspect_ratio_mask):
             return None

@@ -1,4 +1,4 @@
-"""Which models can be a vision tower: checks, and the table that `hf-xattn inspect --towers` and the guide show."""
+"""Checks which models can be a vision tower, and makes the table of `hf-xattn inspect --towers` and of the guide."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..utils.towers import CLASSES, REFUSED, TEXT_IS_OPTIONAL, UNTESTED, class_o
 
 
 def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
-    """Raises a `ValueError` for a model that cannot be called with pixels alone, or returns no `last_hidden_state`.
+    """Raises a `ValueError` for a model that needs more than pixels, or that returns no `last_hidden_state`.
 
-    `name` is the argument that names the tower.
+    `name` is the name of the argument with the tower, for the error.
     """
     model_type = getattr(tower_class.config_class, "model_type", None)
-    if model_type in ARRANGEMENTS:  # which give the tower what else it needs
+    if model_type in ARRANGEMENTS:  # an arrangement passes what else the tower needs
         return
     parameters = inspect.signature(tower_class.forward).parameters
     if "pixel_values" not in parameters:
@@ -43,13 +43,13 @@ def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
         reason = f"it reads text, too. {PASS_ITS_BASE[:-1]}"
     if reason is not None:
         raise ValueError(
-            f"Expected `{name}` to be a vision model that gives each picture features of its own, got a "
+            f"Expected `{name}` to be a vision model that gives each image features of its own, got a "
             f"{tower_class.__name__}, which cannot be a tower: {reason}."
         )
 
 
 def _needed_with_pixels(tower_class: type[PreTrainedModel]) -> list[str]:
-    """Arguments without which the `forward` of a vision model cannot be called, besides `pixel_values`."""
+    """Returns the arguments that the `forward` of a vision model requires, besides `pixel_values`."""
     return [
         parameter.name
         for parameter in inspect.signature(tower_class.forward).parameters.values()
@@ -60,7 +60,7 @@ def _needed_with_pixels(tower_class: type[PreTrainedModel]) -> list[str]:
 
 
 def _annotated_outputs(tower_class: type[PreTrainedModel]) -> dict[str, set[str]]:
-    """Names and fields of the outputs that the annotation of `forward` allows. Empty if it tells nothing."""
+    """Returns the fields of each output class in the annotation of `forward`. Empty if the annotation names none."""
     try:
         annotation = typing.get_type_hints(inspect.unwrap(tower_class.forward)).get("return")
     except Exception:  # custom code may be annotated with names that exist for type checkers only
@@ -73,15 +73,18 @@ def _annotated_outputs(tower_class: type[PreTrainedModel]) -> dict[str, set[str]
 
 
 def check_tower_config(name: str, config: PreTrainedConfig) -> None:
-    """[`check_tower_class`] before a weight is read. A configuration without a class in transformers is not checked."""
+    """Runs [`check_tower_class`] for a configuration, before weights are read.
+
+    A configuration is not checked if transformers has no model class for it.
+    """
     if (tower_class := class_of(config)) is not None:
         check_tower_class(name, tower_class)
 
 
 def check_comes_back(name: str, tower: PreTrainedModel) -> None:
-    """Raises a `ValueError` for a tower that a saved model would come back without: as one of another class."""
+    """Raises a `ValueError` if a saved model would load with a tower of another class than `tower` has."""
     built, own = class_of(tower.config), type(tower)
-    # Such as a tower with a projection, which loads without it.
+    # A class for the same configuration is allowed: a tower with a projection, for example, loads without it.
     of_same_type = own.__module__.startswith("transformers.") and own.config_class is type(tower.config)
     if built is not None and not (isinstance(tower, built) or of_same_type or tower.is_remote_code()):
         raise ValueError(
@@ -91,13 +94,13 @@ def check_comes_back(name: str, tower: PreTrainedModel) -> None:
 
 
 def vision_model_types() -> list[str]:
-    """Returns each `model_type` of transformers with a model of pictures alone, also those that cannot be a tower."""
+    """Returns each `model_type` whose model in transformers reads images and no text, also if it cannot be a tower."""
     names = sorted({*MODEL_MAPPING_NAMES, *CLASSES} & {*CONFIG_MAPPING})
-    return [name for name in names if name in UNTESTED or _reads_pictures_alone(name)]
+    return [name for name in names if name in UNTESTED or _reads_images_alone(name)]
 
 
 def why_no_tower(model_type: str) -> str | None:
-    """Says in a few words why a model of [`vision_model_types`] cannot be a tower. None if it can."""
+    """Returns in a few words why a model of [`vision_model_types`] cannot be a tower; None if it can."""
     if model_type in UNTESTED or model_type in ARRANGEMENTS:
         return None
     if model_type in REFUSED:
@@ -114,7 +117,7 @@ def why_no_tower(model_type: str) -> str | None:
 
 
 def markdown_table() -> str:
-    """Returns the table of all vision models."""
+    """Returns the table of all vision models, for `hf-xattn inspect --towers` and the guide."""
     kinds: dict[str, list[str]] = {}
     for name in vision_model_types():
         reason = why_no_tower(name)
@@ -136,10 +139,10 @@ def _class_of(model_type: str) -> type[PreTrainedModel] | None:
     return class_of_type(CONFIG_MAPPING[model_type])
 
 
-def _reads_pictures_alone(model_type: str) -> bool:
+def _reads_images_alone(model_type: str) -> bool:
     try:
         parameters = inspect.signature(_class_of(model_type).forward).parameters  # type: ignore[union-attr]
-    except (ImportError, ValueError, AttributeError):  # a class that is missing, or whose packages are
+    except (ImportError, ValueError, AttributeError):  # transformers lacks the class, or a package that it needs
         return False
     return "pixel_values" in parameters and "input_ids" not in parameters
 

@@ -1,8 +1,8 @@
-"""Adds tokens behind the decoder's vocabulary.
+"""Adds tokens after the vocabulary of the text model.
 
-Llama-3.2-Vision and Idefics have additional tokens, such as the image marker, without a row in the text decoder's
-embedding and head. The embedding and the head keep their weights and parameter names. Each of them gets a submodule
-`additional` with the rows of the additional tokens. The ids of these tokens start at `vocab_size`.
+Llama-3.2-Vision and Idefics have additional tokens, such as the image marker, that have no row in the embedding and the
+head of the text model. The embedding and the head keep their weights and the names of these. Each of them gets a
+submodule `additional` with the rows of the additional tokens. The ids of these tokens start at `vocab_size`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..utils import memoized
 
 
 PREFIX = "Extended"
-# Options of `generate` that look up the logits of the prompt's tokens.
+# Logits processors of `generate` that look up the logits of the prompt's tokens.
 OF_PROMPT_TOKENS = (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -40,7 +40,7 @@ Part = TypeVar("Part", bound=nn.Module)
 
 
 class _AllRows(nn.Embedding):
-    """Looks up rows of both tables, where a decoder's own class of embeddings calls `super().forward`."""
+    """Looks up rows of both tables, if the embedding class of a text model calls `super().forward`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _rows_of_both(self, super().forward, input)
@@ -55,7 +55,7 @@ def _rows_of_both(embedding: Any, lookup: Callable[[torch.Tensor], torch.Tensor]
 
 @memoized
 def extended_embedding_class(embedding_class: type[nn.Embedding]) -> type[nn.Embedding]:
-    """Derives the class of an embedding that also returns the rows of `additional`, as they are."""
+    """Derives the class of an embedding that also looks up the rows of `additional`, and returns these unchanged."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return _rows_of_both(self, partial(embedding_class.forward, self), input_ids)
@@ -65,7 +65,7 @@ def extended_embedding_class(embedding_class: type[nn.Embedding]) -> type[nn.Emb
 
 @memoized
 def scaled_embedding_class(embedding_class: type[nn.Embedding]) -> type[nn.Embedding]:
-    """As [`extended_embedding_class`], for a class that scales or norms its rows, and so the added ones, too."""
+    """Like [`extended_embedding_class`], for a class that scales or normalizes its rows, and so the added rows, too."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return embedding_class.forward(self, input_ids)
@@ -85,7 +85,7 @@ def extended_head_class(head_class: type[nn.Linear]) -> type[nn.Linear]:
 
 
 def vocabulary_options(language_model: PreTrainedModel) -> dict[str, Any]:
-    """The fields of the configuration with which [`extend_vocabulary`] was called, as far as it has an effect."""
+    """Returns the fields of the configuration with which [`extend_vocabulary`] was called, if they have an effect."""
     embedding, head = language_model.get_input_embeddings(), language_model.get_output_embeddings()
     additional = getattr(embedding, "additional", None)
     if additional is None:
@@ -97,13 +97,15 @@ def vocabulary_options(language_model: PreTrainedModel) -> dict[str, Any]:
 
 
 def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool, scaled: bool) -> None:
-    """Adds `size` tokens behind a decoder's vocabulary, in place.
+    """Adds `size` tokens after the vocabulary of a text model, in place.
 
     Args:
-        in_head (`bool`): whether the model can also generate the added tokens. If the decoder ties its head to its
-            embedding, the added rows are tied too.
-        scaled (`bool`): whether a decoder that scales or norms its embeddings, as Gemma and Inkling do, does the same
-            to the added rows.
+        language_model (`PreTrainedModel`): The text model.
+        size (`int`): Number of added tokens.
+        in_head (`bool`): Whether the model can also generate the added tokens. If the text model ties its head to its
+            embedding, the added rows are tied, too.
+        scaled (`bool`): Whether a text model that scales or normalizes its embeddings, as Gemma and Inkling do, does
+            so with the added rows, too.
 
     Raises:
         ValueError: if the embedding is not an `nn.Embedding`, or the head not an `nn.Linear`.
@@ -126,7 +128,7 @@ def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool,
 
 
 class _WithAddedTokens(LogitsProcessor):
-    """Calls a logits processor with a logit of -inf for each of `size` added tokens, which the head does not have."""
+    """Calls a logits processor with logits of -inf for `size` added tokens, for which the head has no logits."""
 
     def __init__(self, processor: LogitsProcessor, size: int):
         self.processor, self.size = processor, size
@@ -137,10 +139,10 @@ class _WithAddedTokens(LogitsProcessor):
 
 
 class XAttnVocabularyMixin:
-    """`generate` of [`XAttnForConditionalGeneration`] with added tokens in its prompt."""
+    """The extra of [`XAttnForConditionalGeneration`] that allows added tokens in the prompt of `generate`."""
 
     def _get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
-        """transformers' own. Some of them look up the logits of the prompt's tokens."""
+        """The method of transformers, whose processors may look up logits of added tokens in the prompt."""
         config, processors = self.config, super()._get_logits_processor(*args, **kwargs)  # type: ignore[misc]
         looks_up = () if config.additional_vocab_in_head or not config.additional_vocab_size else OF_PROMPT_TOKENS
         return LogitsProcessorList(

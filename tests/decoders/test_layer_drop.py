@@ -77,6 +77,6 @@ def test_layers_that_get_nothing_are_told():
     for training in (True, False):
         model.train(training)
         with pytest.raises(
-            RuntimeError, match="OPTForCausalLM did not pass the images to its layers: 0 of 4 blocks ran"
+            RuntimeError, match="all 4 blocks to run, got 0: OPTForCausalLM did not pass the images to its layers"
         ):
             model(IDS, cross_attention_states=STATES)

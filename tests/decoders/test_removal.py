@@ -167,7 +167,7 @@ def test_a_model_without_its_blocks_says_so(again, tmp_path):
         "remove": lambda: remove_blocks(model),
     }
     for name, call in calls.items():
-        with pytest.raises(ValueError, match="`remove_blocks` took the blocks"):
+        with pytest.raises(ValueError, match="blocks `remove_blocks` has taken out"):
             call()
             pytest.fail(name)
     assert not (tmp_path / "model").exists()

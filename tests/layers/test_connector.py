@@ -108,13 +108,13 @@ def test_places_that_are_not_known():
         connector_type="mlp_2d",
         vision_feature_select_strategy="default",
     )
-    with pytest.raises(ValueError, match=r"tokens of a square picture.*'mlp_2d'`, got 15 tokens"):
+    with pytest.raises(ValueError, match=r"tokens of a square image.*'mlp_2d'`, got 15 tokens"):
         dropping.get_image_features(torch.zeros(1, 1, 3, 32, 32))
     wide = retrofit(make_text(), AutoModel.from_config(ANY_SIZE["resnet"]()), connector_type="mlp_2d")
-    with pytest.raises(ValueError, match=r"square pictures .*'mlp_2d'`, got a height of 32 and a width of 128"):
+    with pytest.raises(ValueError, match=r"square images .*'mlp_2d'`, got a height of 32 and a width of 128"):
         wide.get_image_features(torch.zeros(1, 1, 3, 32, 128))
-    with pytest.raises(ValueError, match=r"square pictures .* got a height of 2 and a width of 8"):
+    with pytest.raises(ValueError, match=r"square images .* got a height of 2 and a width of 8"):
         wide(input_ids=token_ids(1), vision_features=torch.zeros(1, 1, 16, 2, 8))  # as many tokens as of a square
-    with pytest.raises(ValueError, match="a vision tower of whole pictures for .*'mlp_2d'`, got 'mllama_vision_model'"):
+    with pytest.raises(ValueError, match="a vision tower of whole images for .*'mlp_2d'`, got 'mllama_vision_model'"):
         tiled = MllamaVisionConfig(**VISION)
         XAttnConnector(XAttnConfig(text_config=make_text().config, vision_config=tiled, connector_type="mlp_2d"))

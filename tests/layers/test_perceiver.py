@@ -47,7 +47,7 @@ def test_every_part_learns():
         ({"perceiver_config": PERCEIVER | {"hidden_size": 25}}, r"\(25\) must be the vision tower's width \(24\)"),
         ({"perceiver_config": PERCEIVER, "connector_type": "mlp"}, "`connector_type='perceiver'`, got 'mlp'"),
         ({"vision_config": None}, "needs a `vision_config`"),
-        ({"cross_attention_config": {"context_size": 32}}, r"`context_size` \(32\)|context_size` \(32\)"),
+        ({"cross_attention_config": {"context_size": 32}}, "context_size` to be the vision tower's width .* got 32"),
     ],
 )
 def test_wrong_fields_are_refused(fields, message):

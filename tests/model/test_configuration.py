@@ -300,7 +300,7 @@ def test_combination_is_refused(fields, words):
 
 def test_identity_connector_needs_the_towers_width():
     """Rules out vision features that reach the key projection with a width it does not take."""
-    with pytest.raises(ValueError, match=r"`connector_type='identity'`.*\(32\).*\(24\)"):
+    with pytest.raises(ValueError, match=r"\(24\).*`connector_type='identity'`, got 32"):
         xattn_config(vision_config=vision_config(), connector_type="identity")
     xattn_config(vision_config=vision_config(), connector_type="identity", cross_attention_config={"context_size": 24})
 

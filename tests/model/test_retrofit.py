@@ -177,7 +177,7 @@ def test_freeze_base_leaves_what_was_added():
         ({"cross_attention": {"num_attention_heads": 3, "head_dim": 4, "num_key_value_heads": 2}}, "2.*divide.*3"),
         ({"cross_attention": {"heads": 3}}, "unknown fields.*heads"),
         ({"cross_attention": 3}, "'cross_attention_config' with value 3"),
-        ({"cross_attention": {"hidden_size": 16}}, "16.*32"),
+        ({"cross_attention": {"hidden_size": 16}}, "32.*got 16"),
         ({"connector_type": "conv"}, "connector_type.*conv"),
         ({"image_visibility": "first"}, "image_visibility.*first"),
         ({"image_visibility": "latest"}, "image_token_id"),

@@ -1,6 +1,7 @@
 """The package as a whole: import, registration, layout."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,11 +66,12 @@ def test_transformers_has_the_class():
 
 
 def test_no_file_is_too_long():
-    """A room that holds more than one concept."""
+    """A file that holds more than one concept. Examples in docstrings do not count."""
+    example = re.compile(r"\n +Example:\n\n +```python\n.*?```", re.DOTALL)
     long = {
         path.name: length
         for path in ROOT.glob("hf_xattn/**/*.py")
-        if (length := len(path.read_text().splitlines())) > 500
+        if (length := len(example.sub("", path.read_text()).splitlines())) > 500
     }
     assert not long
 

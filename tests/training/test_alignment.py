@@ -383,7 +383,7 @@ def test_what_cannot_be_aligned(folder):
     tower = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"))
     wide = retrofit(folder / "text", tower, connector_type="mlp_2d")
     wide_pictures = XAttnProcessor(SiglipImageProcessorPil(size={"height": 16, "width": 32}), processor.tokenizer)
-    with pytest.raises(ValueError, match="square pictures .* height of 16 and a width of 32"):
+    with pytest.raises(ValueError, match="square images .* height of 16 and a width of 32"):
         align_connector(wide, wide_pictures, rows)
     text_only = retrofit(folder / "text")
     with pytest.raises(ValueError, match="vision tower"):
