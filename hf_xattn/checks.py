@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .images.tower import blank_image
+from .modeling_xattn import XAttnForConditionalGeneration
 from .utils.transformers_api import CACHE
 
 
@@ -58,7 +59,7 @@ class Result:
     allowed: float | None = None  # the largest value with which the check holds
 
 
-def run_checks(model: Any, skip: Collection[str] = ()) -> Iterator[Result]:
+def run_checks(model: XAttnForConditionalGeneration, skip: Collection[str] = ()) -> Iterator[Result]:
     """Runs all checks, in the order of `NAMES`.
 
     Args:

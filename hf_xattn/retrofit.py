@@ -204,7 +204,7 @@ def _one_of(cross_attention_layers: list[int] | None, layers: list[int] | None) 
     return layers
 
 
-def remove_blocks(model: Any) -> PreTrainedModel:
+def remove_blocks(model: PreTrainedModel) -> PreTrainedModel:
     """Takes the blocks out of a text model, which is then the same as before [`retrofit`].
 
     Added tokens are taken out, too. If weights of the text model were trained, frozen, cast or moved since, they stay

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import ModelCardData, metadata_load, try_to_load_from_cache
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
@@ -58,7 +59,7 @@ print(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 
 def write_model_card(
-    model: Any,
+    model: PreTrainedModel,
     folder: str | os.PathLike[str],
     trainer: Trainer | None = None,
     training: dict[str, Any] | None = None,
@@ -103,7 +104,8 @@ def write_model_card(
         training = {**training_facts(trainer), **(training or {})}
         results = {**_losses(trainer), **(results or {})}
     with whole_file(path) as file:
-        file.write_text(_card(model.config, model, training, results, base, questions), encoding="utf-8")
+        config: Any = model.config
+        file.write_text(_card(config, model, training, results, base, questions), encoding="utf-8")
     return True
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from ..images.connector import check_square
+from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..processing_xattn import XAttnProcessor
 from ..utils.architectures import text_num_hidden_layers
 from ..utils.projection import to_dtype_of
@@ -153,7 +154,7 @@ class ConnectorAlignment(NamedTuple):
 
 
 def align_connector(
-    model: Any,
+    model: XAttnModel | XAttnForConditionalGeneration,
     processor: XAttnProcessor,
     rows: Sequence[Any],
     *,

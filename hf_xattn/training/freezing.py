@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -22,6 +22,7 @@ from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..utils.tensor_checks import is_packed, is_quantized, plain_tensors, shape_before, untrainable
 
 
+Seeing = TypeVar("Seeing", bound=XAttnModel | XAttnForConditionalGeneration)
 REMEDIES = {
     "text": "Leave it frozen (`text=True`) and train an adapter on it (LoRA, see `hf_xattn.lora_targets`).",
     "vision": "Load the tower without `quantization_config`, or leave it frozen: `freeze(model, vision=True)`.",
@@ -31,13 +32,13 @@ REMEDIES = {
 
 
 def freeze(
-    model: Any,
+    model: Seeing,
     text: bool = True,
     vision: bool = True,
     connector: bool = False,
     blocks: bool = False,
     names: Mapping[str, bool] | None = None,
-) -> Any:
+) -> Seeing:
     """Freezes the parts whose argument is True, and lets all others train. Each call decides anew about all parts.
 
     A frozen module stays in evaluation mode when the model is in training mode: there is no dropout and no router
@@ -126,7 +127,7 @@ def part_weights(model: Any) -> Iterator[tuple[str, str, nn.Parameter, nn.Module
         yield part_of(name), name, weight, owners[id(weight)]
 
 
-def training_table(model: Any) -> str:
+def training_table(model: XAttnModel | XAttnForConditionalGeneration) -> str:
     """Returns a table of what trains: the parameters of each part, how many of them train, and the memory they need.
 
     The column `weights` has the bytes of all weights, `gradients` those of the gradients, and `AdamW` those of the two
@@ -176,7 +177,7 @@ def _called(part: str, name: str, model: Any) -> str:
     return f"{called[part]} (`{part}=False`)"
 
 
-def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XAttnForConditionalGeneration:
+def freeze_base(model: Seeing, vision: bool = True) -> Seeing:
     """Freezes all weights except those of the blocks and the connector. The same as `freeze(model, vision=vision)`.
 
     The text model may be quantized. The blocks and the connector train in high precision in this case, too.
@@ -306,7 +307,7 @@ def _linear_layers(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def parameter_groups(
-    model: Any,
+    model: XAttnModel | XAttnForConditionalGeneration,
     learning_rate: float | Mapping[str, float],
     weight_decay: float | Mapping[str, float] = 0.0,
     include_frozen: bool = False,
@@ -398,7 +399,7 @@ def _by_part(argument: str, given: Any) -> dict[str, float]:
     return rates
 
 
-def train_in_float32(model: Any) -> Any:
+def train_in_float32(model: Seeing) -> Seeing:
     """Converts the weights that train from half precision to float32. Frozen weights keep their dtype.
 
     In half precision, small updates are lost (see `learning/frozen.py`). Blocks and connector in float32 work without
@@ -448,7 +449,7 @@ def train_in_float32(model: Any) -> Any:
     return model
 
 
-def sharding_units(model: Any) -> list[nn.Module]:
+def sharding_units(model: nn.Module) -> list[nn.Module]:
     """Returns the modules that FSDP2 should shard one by one. A run with accelerate does not need this function.
 
     ```python
@@ -471,7 +472,9 @@ def sharding_units(model: Any) -> list[nn.Module]:
     Raises:
         TypeError: for a model of another kind.
     """
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: Any = model
+    if hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
     body_of(inner)
     names = names_of_units(inner)
     modules: list[nn.Module] = list(inner.modules())

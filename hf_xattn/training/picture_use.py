@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..decoders.loss import IGNORED
+from ..modeling_xattn import XAttnForConditionalGeneration
 from .freezing import body_of
 
 
@@ -83,7 +84,7 @@ class PictureUse(NamedTuple):
 
 @torch.no_grad()
 def picture_use(
-    model: Any,
+    model: XAttnForConditionalGeneration,
     rows: Sequence[Any],
     collate: Callable[[list[Any]], Mapping[str, Any]],
     *,
