@@ -330,8 +330,8 @@ def parameter_groups(
             later. An optimizer skips them until they have gradients, and needs no memory for them until then.
             Quantized weights are left out.
         started_rate (`float`, defaults to 1.0): share of the learning rate for all weights that do not start at zero.
-            Only the last projections of the blocks start at zero. Use it after [`align_connector`]; the reason is in
-            `training/trainer.py`.
+            Only the last projections of the blocks and the gate `"token"` start at zero. Use it after
+            [`align_connector`]; the reason is in `training/trainer.py`.
 
     Returns:
         `list[dict]`: groups with `params`, `lr`, `weight_decay` and `name`. No group is empty.
@@ -386,7 +386,7 @@ def parameter_groups(
 
 
 def starts_at_zero(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the weights that start at zero: those of the last projections of the blocks."""
+    """Returns the weights that start at zero: those of the last projections of the blocks and of the gate `"token"`."""
     layers = [layer for layer in model.modules() if getattr(layer, "zero_init", False)]
     return [weight for layer in layers for weight in layer.parameters()]
 

@@ -83,9 +83,9 @@ class TrainingOptions:
     )
     started_rate: float | None = _option(
         None,
-        "the output projections of the blocks start at zero and learn at --learning-rate; all other weights learn at "
-        "this share of it, so that they keep what --align gave them (default: 0.03 for a model that is started by "
-        "words, 1 for others)",
+        "the output projections of the blocks and the gates of text tokens start at zero and learn at --learning-rate; "
+        "all other weights learn at this share of it, so that they keep what --align gave them (default: 0.03 for a "
+        "model that is started by words, 1 for others)",
         float,
         above=0,
     )

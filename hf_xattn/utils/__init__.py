@@ -1,7 +1,7 @@
 """Helpers that know no model of this package: checks of arguments, reading and writing of files, the private names of
 transformers that are used, and tables of architectures.
 
-What may come in: a helper that several subpackages need and that knows no module of this package's models.
+What belongs here: a helper that several subpackages need and that knows no module of this package's models.
 Imports from: none.
 """
 
