@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 EXAMPLES = TESTS.parent / "examples"
 # Examples that tests run, and whose tables and lists they compare with the guides. Helpers are in `tests/helpers`. Two
 # folders have a `train_tower`: a test imports that of the garments.
-NAMES = ("benchmarks", "digits", "garments", "photos", "scenes")
+NAMES = ("benchmarks", "digits", "garments", "photos", "scenes", "training")
 sys.path[:0] = [str(folder) for folder in (TESTS, EXAMPLES, *(EXAMPLES / name for name in NAMES))]
 pytest.register_assert_rewrite("helpers")  # a failed assert shows its values
 

@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 import against_llava
+import budget
 import photos_table
 import pytest
 import side_by_side
@@ -257,6 +258,12 @@ def test_table_of_photographs():
     for question, kind in rows.items():
         assert f"| {question} | {shares[kind]} |" in README
     assert f"so are {shares['all']} of all 426" in README
+
+
+def test_table_of_budgets():
+    """Numbers of parameters, and bytes, of other sizes of blocks than the defaults have."""
+    for name, text in budget.SHAPES.items():
+        assert budget.row(name, text) in GUIDES["training"], name
 
 
 def test_table_of_speed():
