@@ -146,7 +146,7 @@ def test_kernels_of_the_parts(auto_class, tmp_path):
         ({"cross_attention_layers": [9]}, "`cross_attention_layers`.*4 layers.*got \\[9\\]"),
         ({"connector_type": "conv"}, "`connector_type` to name a connector: .*'conv'"),
         ({"perceiver_config": {"num_latents": 3}}, "`perceiver_config` needs.*got 'mlp'"),
-        ({"cross_attention_config": {"hidden_size": 8}}, "`cross_attention_config.hidden_size` \\(8\\).*32"),
+        ({"cross_attention_config": {"hidden_size": 8}}, "`cross_attention_config.hidden_size` to be .*32.*got 8"),
     ],
     ids=str,
 )
