@@ -20,7 +20,7 @@ an average of all image tokens. This package adds nothing.
 A model that was imported from Mllama has its shape. A retrofitted model has this shape with these options:
 
     retrofit(llama, mllama_vision_model, connector_type="linear", image_visibility="latest_group", image_token_id=...,
-             cross_attention={"qk_norm": True, "norm_eps": llama.config.rms_norm_eps})
+             cross_attention={"qk_norm": True, "norm_eps": llama.config.rms_norm_eps, "gate": "tanh"})
 """
 
 from __future__ import annotations
