@@ -124,7 +124,7 @@ def test_what_a_rank_cannot_do(found):
     """A file with the heads of one rank, that another model loads as if they were all; maps of half the heads."""
     for rank in found[1]["split"]:
         assert "Expected `model` to hold all 2 K/V heads, got 1" in rank["saving images"]
-        assert "split over ranks" in rank["maps"]
+        assert "that is split over 2 ranks" in rank["maps"]
     assert all(rank["loaded images"] for rank in found[1]["shared"])
 
 
