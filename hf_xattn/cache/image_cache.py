@@ -64,7 +64,7 @@ def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCac
     record which weights encoded them, so [`save_image_cache`] refuses the result.
 
     Args:
-        cache ([`XAttnCache`]): a cache with images.
+        cache (`XAttnCache`): a cache with images.
         rows (`list[int]` or `torch.Tensor`): indices of image rows.
 
     Returns:

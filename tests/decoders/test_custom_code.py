@@ -224,7 +224,7 @@ def test_code_of_one_name(checkpoints):
     }
     (checkpoints / "vision" / "config.json").write_text(json.dumps(config))
     made = retrofit(checkpoints / "text", checkpoints / "vision", trust_remote_code=True)
-    with pytest.raises(ValueError, match="file of the name custom_decoder.py"):
+    with pytest.raises(ValueError, match="with the name custom_decoder.py"):
         made.save_pretrained(checkpoints / "model")
     make_model().save_pretrained(checkpoints / "native")
     assert [file.name for file in (checkpoints / "native").glob("*.py")] == ["xattn_stub.py"]

@@ -46,7 +46,7 @@ def run(tmp_path, data, steps, **options):
 @pytest.fixture
 def told(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    return lambda: [record.message for record in caplog.records if "pictures" in record.message]
+    return lambda: [record.message for record in caplog.records if "its images" in record.message]
 
 
 def test_a_run_that_learns_to_look(tmp_path, told):
