@@ -11,6 +11,7 @@ from typing import Any
 
 import against_llava
 import budget
+import designs_table
 import photos_table
 import pytest
 import side_by_side
@@ -264,6 +265,12 @@ def test_table_of_budgets():
     """Numbers of parameters, and bytes, of other sizes of blocks than the defaults have."""
     for name, text in budget.SHAPES.items():
         assert budget.row(name, text) in GUIDES["training"], name
+
+
+def test_table_of_designs():
+    """A comparison with peers that no run has made."""
+    runs = json.loads((ROOT / "examples" / "photos" / "designs.json").read_text())
+    assert designs_table.table(runs) in GUIDES["photos"]
 
 
 def test_table_of_speed():
