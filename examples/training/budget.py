@@ -15,47 +15,19 @@ from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze_base
 
 
 FROZEN, TRAINED = 2, 16  # bytes of a weight
-SHAPES = {
-    "SmolLM2-135M": LlamaConfig(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        vocab_size=49152,
-        tie_word_embeddings=True,
-    ),
-    "Qwen2.5-0.5B": Qwen2Config(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    ),
-    "Llama-3.2-1B": LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        tie_word_embeddings=True,
-    ),
-    "Llama-2-7B": LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        vocab_size=32000,
-    ),
+SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size".split()
+SHAPES: dict[str, tuple[type, tuple[int, ...], bool]] = {  # class, sizes, whether the head is tied to the embeddings
+    "SmolLM2-135M": (LlamaConfig, (576, 1536, 30, 9, 3, 49152), True),
+    "Qwen2.5-0.5B": (Qwen2Config, (896, 4864, 24, 14, 2, 151936), True),
+    "Llama-3.2-1B": (LlamaConfig, (2048, 8192, 16, 32, 8, 128256), True),
+    "Llama-2-7B": (LlamaConfig, (4096, 11008, 32, 32, 32, 32000), False),
 }
 
 
-def row(name: str, text: LlamaConfig | Qwen2Config) -> str:
+def row(name: str) -> str:
+    config_class, sizes, tied = SHAPES[name]
     config = XAttnConfig(
-        text_config=text,
+        text_config=config_class(**dict(zip(SIZES, sizes)), tie_word_embeddings=tied),
         vision_config=SiglipVisionConfig(),
         cross_attention_config={"gate": "token"},  # as `hf_xattn.retrofit` has it, and the connector
         connector_type="mlp_2d",
@@ -73,8 +45,8 @@ def row(name: str, text: LlamaConfig | Qwen2Config) -> str:
 def main() -> None:
     print("| text model | parameters, million | trained (share) | memory of frozen and of trained weights |")
     print("|---|---|---|---|")
-    for name, text in SHAPES.items():
-        print(row(name, text))
+    for name in SHAPES:
+        print(row(name))
 
 
 if __name__ == "__main__":
