@@ -117,6 +117,7 @@ class Talk:
         # `"none"`, `"images"`, `"tokens"` or `"both"`: what of the images is padding.
         self.padding = rng.choice(["none", "none", "images", "images", "tokens", "both"])
         self.croppable = 0
+        self.given: Slots | None = None  # the images of the last call
         self.images_at = -1  # tokens in front of the last images: after a crop to these, new images are refused
         self.log = [
             f"{decoder}, blocks: {block}, image_visibility={self.rule!r}, {self.kind}, {self.cache_kind} cache, "
@@ -265,6 +266,7 @@ class Talk:
     # --- calls
 
     def note(self, call: str, given: Slots | None, inputs: dict[str, Any]) -> None:
+        self.given = given
         images = "" if given is None else f", images {[[str(image) for image in images] for images in given]}"
         shapes = [f"{name} {tuple(value.shape)}" for name, value in inputs.items() if isinstance(value, torch.Tensor)]
         self.log.append(f"{call}{images}; {', '.join(shapes)}")
@@ -353,6 +355,15 @@ class Talk:
             if self.windowed and has("activate_past_recording"):
                 cache.activate_past_recording()
 
+    def looks_like_all_text(self) -> bool:
+        """Whether the new text has as many markers as the call has images, some of which are in the cache. Such a call
+        is refused: one that sends a whole conversation again, without its cache, looks the same.
+        """
+        if self.given is None or not self.comes_again(self.given):
+            return False
+        images = [sum(image.real for image in row) for row in self.given for _ in range(self.repeats)]
+        return any(tokens.count(MARKER) == count for tokens, count in zip(self.pending, images))
+
     # --- turns
 
     def hold(self) -> None:
@@ -384,6 +395,8 @@ class Talk:
                 markers = [rng.randint(0, count) for count in markers]
             else:
                 markers = [max(0, count + rng.choice([0, 0, 0, -1, 1])) for count in markers]
+        if mode != "forward" and given is None and not (self.num_slots or self.length):
+            markers = [0] * len(markers)  # `generate` refuses a first text with markers and no image
         self.add_text(max([*markers, rng.randint(2, 8)]) + 1, markers)
         fixed = self.bank.name == "bloom" and self.cache_kind == "static"  # whose `forward` takes no padding
         if not self.length and (not self.stateful or last) and not fixed and rng.random() < 0.4:
@@ -495,5 +508,7 @@ def check(seed: int) -> None:
     except Exception as error:
         if "needs transformers" in str(error):  # what an older version cannot do is refused by name
             pytest.skip(str(error))
+        if "in the new text for each image that has none yet" in str(error) and talk.looks_like_all_text():
+            return
         steps = "\n".join(talk.log)
         raise AssertionError(f"seed {seed} ({theme}): {type(error).__name__}: {error}\n\n{steps}") from error
