@@ -274,12 +274,14 @@ class XAttnSavingMixin(Model):
 
             write_model_card(self, folder)
 
-    def _is_edited(self, card: Path) -> bool:
-        if PACKAGE != "hf_xattn" or not card.is_file():
+    def _is_edited(self, path: Path, other: str) -> bool:
+        """Whether a person wrote or changed a card, which is another one than that of the repository."""
+        if PACKAGE != "hf_xattn" or not path.is_file():
             return False
         from .model_card import is_edited
 
-        return is_edited(card.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8", errors="replace")
+        return text != other and is_edited(text)
 
     def barrier_after_gathered_checkpoint_save(self, *args, **kwargs) -> None:
         """Does nothing. transformers calls this when its files are written, but they are not in their places yet."""
@@ -304,7 +306,7 @@ class XAttnSavingMixin(Model):
         card = hub.create_and_tag_model_card(repo_id, tags or None, token=commit.get("token"))
         path = Path(folder) / CARD
         if not is_blank_card(str(card)):
-            if self._is_edited(path) and path.read_text(encoding="utf-8") != str(card):
+            if self._is_edited(path, str(card)):
                 known = {**known, CARD: math.inf}
                 logger.warning(f"The repository {repo_id} keeps its own model card: {path} was not uploaded.")
             else:

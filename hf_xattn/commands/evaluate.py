@@ -59,8 +59,8 @@ def run_eval(arguments: argparse.Namespace) -> None:
         from ..evaluation.evaluation import read_card
 
         read_card(folder)
-    if arguments.answers is not None and arguments.answers.exists():
-        raise ValueError(f"Expected `--answers` to be a new file, got {arguments.answers}, which exists.")
+    if arguments.answers is not None and (arguments.answers.exists() or not arguments.answers.parent.is_dir()):
+        raise ValueError(f"Expected `--answers` to be a new file in a folder that exists, got {arguments.answers}.")
     questions = questions_of_data(arguments)
     if arguments.card and not any(each.pictures for each in questions):
         raise ValueError("`--card` writes shares of questions about pictures, and the data has none. Leave it out.")

@@ -357,8 +357,9 @@ def test_answers_are_written(saved, data, tmp_path, capsys):
     for way in (MODEL, ANOTHER, BLIND):
         right = sum(normalised(each["said"][way]) == normalised(each["expected"]) for each in lines[:4])
         assert right == found["pictures"][way]["normalised"]["count"]
-    assert main(command) == 2
-    assert "new file" in capsys.readouterr().err
+    for given in (file, tmp_path / "nowhere" / "answers.jsonl"):  # found before the questions are asked
+        assert main([*command[:-1], str(given)]) == 2
+        assert f"new file in a folder that exists, got {given}" in capsys.readouterr().err
 
 
 def test_card(saved, data, tmp_path, capsys):

@@ -118,7 +118,9 @@ class Talk:
         self.padding = rng.choice(["none", "none", "images", "images", "tokens", "both"])
         self.croppable = 0
         self.given: Slots | None = None  # the images of the last call
-        self.images_at = -1  # tokens in front of the last images: after a crop to these, new images are refused
+        # Tokens in front of the text of the last images, and up to its end. After a crop to the first number, new
+        # images are refused; where all text sees all images, already after a crop into that text.
+        self.images_at, self.images_end = -1, 0
         self.log = [
             f"{decoder}, blocks: {block}, image_visibility={self.rule!r}, {self.kind}, {self.cache_kind} cache, "
             f"{image_rows} image rows x {self.repeats} text rows"
@@ -151,6 +153,10 @@ class Talk:
         """Whether the call gives all images of the cache in their slots, with what of them is padding."""
         return given is not None and given_again([row.images for row in self.image_rows], given)
 
+    @property
+    def lacks_text_of_images(self) -> bool:
+        return self.rule == "all" and self.length < self.images_end
+
     # --- images
 
     def draw_images(self, num_slots: int) -> Slots:
@@ -182,7 +188,7 @@ class Talk:
             if rng.random() < 0.1 and self.cache_kind != "encoded":
                 return None, nothing
             given = new = self.draw_images(rng.randint(1, 3))
-        elif self.num_slots > 5 or rng.random() < 0.25 or self.length <= self.images_at:
+        elif self.num_slots > 5 or rng.random() < 0.25 or self.length <= self.images_at or self.lacks_text_of_images:
             return None, nothing
         elif rng.random() < 0.2 and (self.kind != "states3" or self.num_slots == 1):
             return there, nothing
@@ -216,6 +222,7 @@ class Talk:
             return
         slots = self.num_slots if self.comes_again(given) else 0
         self.images_at = self.length - before
+        self.images_end = self.length if before else self.length + len(self.pending[0])
         for number, images in enumerate(given):
             for row in self.rows[number * self.repeats : (number + 1) * self.repeats]:
                 row.images += images[slots:]
