@@ -25,6 +25,7 @@ OTHERS = 1  # held-out pictures of each photograph that is not trained on
 COUNTS, SHARES = (1, 2, 3, 4), (0.4, 0.36, 0.12, 0.12)  # numbers of things in a picture, and how often they occur
 QUESTIONS = 4  # number of questions in a chat
 SHARE_OF_SINGLE = 0.2  # share of the rows with a single question
+SHARE_OF_NUMBER_FIRST = 0.5  # share of the chats that ask for the number first, before another answer tells it
 KNOWN, PHOTOGRAPH, DRAWING, NEVER = "trained photographs", "another photograph", "a drawing", "never seen"
 OF_EACH = {"name": 1, "kind": 1, "at side": 2, "side": 2, "how many": None, "is there": None, "caption": None}
 
@@ -110,6 +111,9 @@ def train_rows(pictures: Pictures, things: list[Thing], count: int, seed: int) -
             question = ask(kinds[0], placed, PHRASINGS, rng, known)
             yield picture, {"question": question.text, "answer": question.answer}
             continue
+        if "how many" in kinds and rng.random() < SHARE_OF_NUMBER_FIRST:
+            kinds.remove("how many")
+            kinds.insert(0, "how many")
         messages: list[dict[str, Any]] = []
         for kind in kinds[:QUESTIONS]:
             question = ask(kind, placed, PHRASINGS, rng, known)

@@ -1,7 +1,8 @@
 """Random cases for the property tests, drawn by hypothesis, and how the tests run them.
 
-The default run draws the same cases every time. A slow run draws others: it prints its seed, and `PROPERTY_SEED=...
-pytest -m slow -k NAME` draws them again. A case that fails is printed with the sizes shrunk as far as it still fails.
+The default run draws the same cases as long as the package stays as it is: hypothesis also tries numbers that it finds in
+the source. A slow run draws others: it prints its seed, and `PROPERTY_SEED=... pytest -m slow -k NAME` draws them
+again. A case that fails is printed with the sizes shrunk as far as it still fails.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def run(
     seed: int | None = None,
     shrinks: bool = True,
 ) -> None:
-    """Draws `count` cases and checks each: always the same ones without a seed.
+    """Draws `count` cases and checks each.
 
     Args:
         shrinks (`bool`): look for a smaller case where one has failed. Takes minutes where a case takes a tenth of a
