@@ -102,6 +102,7 @@ def read_call(
         TypeError: if `cache` is not a cache of transformers.
         ValueError: if the cache cannot be used for this call.
     """
+    check_cache(given_cache)
     config, decoder = model.config, model._interface
     given = text["inputs_embeds"] if text.get("input_ids") is None else text["input_ids"]
     rows, length = given.shape[:2]
@@ -182,7 +183,6 @@ def _find_cache(
         return cache
     if given is None:
         return XAttnCache(DynamicCache(config=config.get_text_config(decoder=True)), prepared)
-    check_cache(given)
     if isinstance(images, ImageInputs) and images.images is not None:
         raise ValueError(
             f"Expected `cache` to be a cache for text and images, got a {type(given).__name__}. Pass "

@@ -58,7 +58,11 @@ BAD_CALLS = {
     "labels_vocabulary": ({"labels": token_ids() + VOCAB_SIZE}, IndexError, "Target .* is out of bounds"),
     "labels_kept": ({"labels": token_ids(), "logits_to_keep": 2}, ValueError, r"labels.*\(2, 2\).*got \(2, 7\)"),
     "cache_list": (
-        {"cache": [], "position_ids": torch.arange(7).repeat(2, 1)},
+        {
+            "cache": [],
+            "position_ids": torch.arange(7).repeat(2, 1),
+            "attention_mask": torch.ones(2, 7, dtype=torch.long),
+        },
         TypeError,
         "`cache`.*cache.*got list",
     ),
