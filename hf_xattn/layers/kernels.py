@@ -65,6 +65,7 @@ def run_kernel(
         if name in ("sdpa", "eager") and not dropout and key.multiplies_few(query):
             if shared_mask and mask is not None:
                 mask = mask.repeat_interleave(group, dim=2)
+            assert isinstance(value, type(key))
             output, weights = key.attend(query, value, mask, module.scaling, position_bias)
             return output, weights if output_attentions else None
         key, value = dense(key), dense(value)

@@ -54,7 +54,7 @@ class Positions(NamedTuple):
     key: torch.Tensor | None  # `(rows, N)`, positions in the row, for score parts; None stands for 0 ... N - 1
 
 
-def with_position(position: Any, of: str, states: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+def with_position(position: nn.Module, of: str, states: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
     """Applies a position encoding to queries or keys.
 
     Args:
