@@ -7,9 +7,9 @@ take no place in the text.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from .utils.tensor_checks import type_name
 from .utils.transformers_api import has, needs
 from .utils.whole_folder import WholeFolder, refuse_unfinished
 
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")
 # Keywords with which the processors of transformers take the arguments of one part.
@@ -112,7 +115,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         return [os.path.join(save_directory, os.path.relpath(file, fresh)) for file in written]
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args, **kwargs) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args, **kwargs) -> Self:
         """As in transformers, with two differences.
 
         A folder in which a save was interrupted raises an error. If a model was saved with `adapter_only=True` and its
@@ -193,7 +196,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
 
     def apply_chat_template(
         self,
-        conversation: Any,
+        conversation: Sequence[Any],
         chat_template: str | None = None,
         tools: list[Any] | None = None,
         documents: list[dict[str, str]] | None = None,
