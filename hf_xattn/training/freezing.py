@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -21,6 +21,9 @@ from ..learning.sharding import names_of_units
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..utils.tensor_checks import is_packed, is_quantized, plain_tensors, shape_before, untrainable
 
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 Seeing = TypeVar("Seeing", bound=XAttnModel | XAttnForConditionalGeneration)
 REMEDIES = {
@@ -104,7 +107,7 @@ def _choose(model: Any, names: Mapping[str, bool] | None, **frozen: bool) -> dic
     return {name: trains[id(weight)] for name, weight in model.named_parameters()}
 
 
-def body_of(model: Any) -> XAttnModel:
+def body_of(model: object) -> XAttnModel:
     """Returns the [`XAttnModel`] of a model, or raises a `TypeError`."""
     if isinstance(model, XAttnForConditionalGeneration):
         return model.model
@@ -116,18 +119,20 @@ def body_of(model: Any) -> XAttnModel:
     )
 
 
-def part_weights(model: Any) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
+def part_weights(
+    model: XAttnModel | XAttnForConditionalGeneration | PeftModel,
+) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
     """Yields the part, the name, the weight and the owning module of each parameter. The model may be inside PEFT's
     wrapper.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    body = body_of(inner)
+    given: Any = model
+    body = body_of(given.get_base_model() if hasattr(model, "get_base_model") else model)
     owners = {id(weight): each for each in body.modules() for weight in each._parameters.values()}
     for name, weight in body.named_parameters():
         yield part_of(name), name, weight, owners[id(weight)]
 
 
-def training_table(model: XAttnModel | XAttnForConditionalGeneration) -> str:
+def training_table(model: XAttnModel | XAttnForConditionalGeneration | PeftModel) -> str:
     """Returns a table of what trains: the parameters of each part, how many of them train, and the memory they need.
 
     The column `weights` has the bytes of all weights, `gradients` those of the gradients, and `AdamW` those of the two

@@ -95,7 +95,7 @@ class RunTrainer(Trainer):
         small = {name for name, weight in model.named_parameters() if weight.dim() < 2}
         return [name for name in super().get_decay_parameter_names(model) if name not in small]
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
@@ -113,7 +113,11 @@ class RunTrainer(Trainer):
         return optimizer
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         if self.distill_text is None or not model.training:
             return super().compute_loss(model, self._at_labels(inputs), return_outputs, num_items_in_batch)
@@ -160,7 +164,7 @@ class RunTrainer(Trainer):
             mask = torch.ones_like(texts)
         return None if texts is None else model(input_ids=texts, attention_mask=mask, return_dict=True)["logits"]
 
-    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         labels = inputs["labels"]
         count, rows = (shifted(labels) != IGNORED).sum(), labels.shape[0]
         made: Any = super().prediction_step(model, inputs, *args, **kwargs)
