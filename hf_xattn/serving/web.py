@@ -30,6 +30,7 @@ import gradio as gr
 
 if TYPE_CHECKING:
     from ..modeling_xattn import XAttnForConditionalGeneration
+    from ..processing.chat_templates import Processor
 
 MAX_REQUEST = MAX_BYTES + 2**16  # bytes of a request: an image and the rest of the request
 MAX_REQUESTS = 64  # requests whose bodies are in memory at the same time
@@ -44,7 +45,7 @@ READY: dict[str, Any] = {"submit_btn": True, "stop_btn": False}
 
 def build_page(
     model: XAttnForConditionalGeneration,
-    processor: Any,
+    processor: Processor,
     *,
     title: str = "hf_xattn",
     questions: list[str] | None = None,
