@@ -248,7 +248,7 @@ def say(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
-def shown(name: str, value: Any) -> str:
+def shown(name: str, value: object) -> str:
     """Returns a figure as the table shows it."""
     if isinstance(value, float):
         return f"{value:.1%}" if any(word in name for word in SHARES) else f"{value:.1f}"
