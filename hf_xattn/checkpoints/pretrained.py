@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from transformers.modeling_utils import LoadStateDictInfo
     from typing_extensions import Self
 
-
 # Patterns of the weights of blocks that stay in float32. They name the block, because a decoder may have an `attn_norm`
 # of its own, which keeps its dtype.
 PRECISE = tuple(GatedCrossAttentionBlock._keep_in_fp32_modules_strict)

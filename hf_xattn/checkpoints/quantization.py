@@ -32,7 +32,6 @@ from ..utils.tensor_checks import first_quantized, is_quantized
 if TYPE_CHECKING:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
-
 # Patterns of the modules that stay in high precision. In a model with a head, names begin with `model.`.
 KEPT = (r"(?:model\.)?vision_tower", r"(?:model\.)?connector", r".*\.cross_attention_block(?:_after)?")
 

@@ -24,7 +24,6 @@ from ..utils.transformers_api import ALL_PARALLEL_STYLES
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-
 # Submodules of a block that are entirely in half precision, except for the norms in the attention.
 PROJECTIONS = ("attn", "mlp")
 UNITS_OF_ATTENTION = ("q_norm", "k_norm", "context_norm", "position")
