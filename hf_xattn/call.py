@@ -190,7 +190,7 @@ def read_call(
     )
 
 
-def check_cache(cache: Any) -> None:
+def check_cache(cache: object) -> None:
     """Raises a `TypeError` for anything but a cache of transformers, or None."""
     if cache is not None and not isinstance(cache, Cache):
         raise TypeError(f"Expected `cache` to be {OF_TRANSFORMERS}, got {type_name(cache)}.")

@@ -37,6 +37,7 @@ from .utils.transformers_api import CACHE, has, needs, takes_cache
 
 if TYPE_CHECKING:
     from transformers import CompileConfig
+    from transformers.generation.utils import GenerateOutput
 
 logger = logging.get_logger(__name__)
 
@@ -121,7 +122,7 @@ class XAttnGenerationMixin:
     @takes_cache
     @deprecate_kwarg("cache_params", "6.0.0", new_name="cache")
     @fsdp_forward
-    def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs):
+    def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs) -> GenerateOutput | torch.LongTensor:
         """`GenerationMixin.generate`, which also takes the image arguments of `forward`.
 
         It first checks that text, images, masks and cache belong together.

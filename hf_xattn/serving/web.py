@@ -217,13 +217,13 @@ class Layout:
             visitor.chosen = min(answer, len(visitor.session.answers) - 1), None
             return _words(visitor), None
 
-    def choose_word(self, layer: Any, event: gr.SelectData, request: gr.Request) -> tuple:
+    def choose_word(self, layer: int | str, event: gr.SelectData, request: gr.Request) -> tuple:
         with _telling():
             visitor = self.visitors.find(request.session_hash)
             visitor.chosen = visitor.chosen[0], event.index
         return self.look(layer, request)
 
-    def look(self, layer: Any, request: gr.Request) -> tuple:
+    def look(self, layer: int | str, request: gr.Request) -> tuple:
         """Shows the images with the attention of the chosen word laid over them."""
         with _telling():
             visitor = self.visitors.find(request.session_hash)
