@@ -236,7 +236,7 @@ class AttentionMaps:
 
 @torch.no_grad()
 def attention_maps(
-    model: XAttnModel | XAttnForConditionalGeneration,
+    model: XAttnModel | XAttnForConditionalGeneration | PeftModel,
     inputs: Mapping[str, Any],
     max_new_tokens: int | None = None,
     **generate_kwargs: Any,

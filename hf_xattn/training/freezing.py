@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 Seeing = TypeVar("Seeing", bound=XAttnModel | XAttnForConditionalGeneration)
+Trained = TypeVar("Trained", bound="XAttnModel | XAttnForConditionalGeneration | PeftModel")
 REMEDIES = {
     "text": "Leave it frozen (`text=True`) and train an adapter on it (LoRA, see `hf_xattn.lora_targets`).",
     "vision": "Load the tower without `quantization_config`, or leave it frozen: `freeze(model, vision=True)`.",
@@ -312,7 +313,7 @@ def _linear_layers(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def parameter_groups(
-    model: XAttnModel | XAttnForConditionalGeneration,
+    model: XAttnModel | XAttnForConditionalGeneration | PeftModel,
     learning_rate: float | Mapping[str, float],
     weight_decay: float | Mapping[str, float] = 0.0,
     include_frozen: bool = False,
@@ -404,7 +405,7 @@ def _by_part(argument: str, given: Any) -> dict[str, float]:
     return rates
 
 
-def train_in_float32(model: Seeing) -> Seeing:
+def train_in_float32(model: Trained) -> Trained:
     """Converts the weights that train from half precision to float32. Frozen weights keep their dtype.
 
     In half precision, small updates are lost (see `learning/frozen.py`). Blocks and connector in float32 work without
