@@ -16,23 +16,23 @@ Of these functions, only `commit` changes the cache. So a step that fails leaves
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.utils import logging
 
-from .cache.cross_cache import CrossCache
+from .cache.cross_cache import CrossCache, KeyValue
 from .cache.image_layout import ImageLayout, rows_to
 from .cache.states import check_no_gradient, check_not_training
 from .cache.text_progress import TextProgress
 from .cache.visibility import Samples, Visibility, decide_visibility
 from .cache.xattn_cache import XAttnCache
 from .configuration_xattn import XAttnConfig
-from .decoders.decoder import holds_text
+from .decoders.decoder import DecoderInterface, holds_text
 from .decoders.text_inputs import check_covered
 from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
-from .images.image_encoder import ImageEncoder
+from .images.image_encoder import ImageEncoder, ModelBody
 from .images.image_inputs import NO_IMAGES, ImageInputs, refuse_to_cache
 from .layers.context import CrossAttentionContext, Recorder, fold_mask
 from .layers.positions import Positions, text_positions, token_positions
@@ -67,6 +67,33 @@ class Call:
     positions: torch.Tensor | None  # `(rows or 1, length)`, positions of the text; None if no block reads them
 
 
+class ForwardModel(ModelBody, Protocol):
+    """What a forward calls of [`XAttnModel`]. Its methods are described in [`XAttnImagesMixin`]."""
+
+    training: bool
+    _interface: DecoderInterface
+    _folder: str
+
+    def find_samples(
+        self,
+        text: dict[str, Any],
+        cache: Cache | None,
+        use_cache: bool | None,
+        images: ImageInputs | PreparedImages,
+        without_cache: bool,
+    ) -> Samples | None: ...
+
+    def why_uncached(self) -> str | None: ...
+
+    def images_of_nobody(self, call: Call) -> ImagesOfCall | None: ...
+
+    def zero_of_others(self, starts: bool, projects: bool = False) -> torch.Tensor | None: ...
+
+    def project_images(
+        self, states: torch.Tensor, cross: CrossCache, layout: ImageLayout | None = None
+    ) -> list[KeyValue]: ...
+
+
 def given_images(
     config: XAttnConfig, prepared: PreparedImages | None, **arguments: Any
 ) -> ImageInputs | PreparedImages:
@@ -85,7 +112,7 @@ def given_images(
 
 
 def read_call(
-    model: Any,
+    model: ForwardModel,
     text: dict[str, Any],
     images: ImageInputs | PreparedImages,
     given_cache: Cache | None,
@@ -164,7 +191,7 @@ def read_call(
     )
 
 
-def check_cache(cache: Any) -> None:
+def check_cache(cache: object) -> None:
     """Raises a `TypeError` for anything but a cache of transformers, or None."""
     if cache is not None and not isinstance(cache, Cache):
         raise TypeError(f"Expected `cache` to be {OF_TRANSFORMERS}, got {type_name(cache)}.")
@@ -201,7 +228,7 @@ def _refuse_text(cache: Cache | None, uncached: str) -> None:
         )
 
 
-def find_images(model: Any, call: Call) -> ImagesOfCall | None:
+def find_images(model: ForwardModel, call: Call) -> ImagesOfCall | None:
     """Finds the images of a call, and turns new images into image tokens. The cache is not changed.
 
     Returns None if there are no images and no block has to run.
@@ -286,7 +313,7 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Visibility:
     return decide_visibility(config.image_visibility, layout, progress, markers, mask, *shape, samples)
 
 
-def find_keys_values(model: Any, call: Call, images: ImagesOfCall) -> CrossCache:
+def find_keys_values(model: ForwardModel, call: Call, images: ImagesOfCall) -> CrossCache:
     """Returns the keys and values of all images. Every block projects new images once. The cache is not changed."""
     if images.ready is not None:
         return images.ready

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from .images.tower import blank_image
 from .modeling_xattn import XAttnForConditionalGeneration
 from .utils.transformers_api import CACHE
 
+
+if TYPE_CHECKING:
+    from transformers.generation import GenerateDecoderOnlyOutput
 
 HOLDS, BROKEN, NOT_CHECKED = "holds", "BROKEN", "not checked"
 STEPS = 8
@@ -114,7 +117,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @torch.no_grad()
-def check_rows_without_image(model: Any) -> Result:
+def check_rows_without_image(model: XAttnForConditionalGeneration) -> Result:
     """Compares a row without an image in a batch with an image with the same row in a batch without images."""
     ids = random_text(model)
     with awake_blocks(model) as awake:
@@ -130,7 +133,7 @@ def check_rows_without_image(model: Any) -> Result:
 
 
 @contextlib.contextmanager
-def awake_blocks(model: Any) -> Iterator[bool]:
+def awake_blocks(model: XAttnForConditionalGeneration) -> Iterator[bool]:
     """Context in which blocks that change nothing have random weights in place of their zeros.
 
     It yields whether the weights were changed.
@@ -158,7 +161,7 @@ def woken(awake: bool) -> str:
 
 
 @torch.no_grad()
-def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+def generate(model: XAttnForConditionalGeneration, ids: torch.Tensor, **options: Any) -> GenerateDecoderOnlyOutput:
     """Generates `STEPS` tokens greedily with a cache, and returns their logits too.
 
     The arguments override the generation settings of the model.
@@ -324,7 +327,7 @@ def has_experts(model: nn.Module) -> bool:
     return any("experts" in name.rpartition(".")[2].lower() for name, _ in model.named_modules())
 
 
-def why_rows_mix(model: Any) -> str | None:
+def why_rows_mix(model: XAttnForConditionalGeneration) -> str | None:
     """Returns why rounding may depend on the other rows of a batch. None if it does not."""
     text = model.base_model.text_model
     if has_experts(text):
@@ -334,7 +337,7 @@ def why_rows_mix(model: Any) -> str | None:
     return None
 
 
-def rounding_of(model: Any) -> float:
+def rounding_of(model: XAttnForConditionalGeneration) -> float:
     """Returns the share of the largest logit by which rounding may change the logits of a model."""
     text = model.base_model.text_model
     return (ROUNDING_OF_EXPERTS if has_experts(text) else ROUNDING).get(text.dtype, ROUNDING[torch.bfloat16])
@@ -344,10 +347,11 @@ def number(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
-def random_text(model: Any, length: int = LENGTH) -> torch.Tensor:
+def random_text(model: XAttnForConditionalGeneration, length: int = LENGTH) -> torch.Tensor:
     """Returns random token ids `(ROWS, length)` of the text model's vocabulary, without special tokens and markers."""
     config = model.config.text_config
-    size = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
+    embedding: Any = model.get_input_embeddings()
+    size = min(config.vocab_size, embedding.weight.shape[0])
     special: set[int] = set()
     for source in (config, model.config, getattr(model, "generation_config", None)):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
@@ -355,10 +359,10 @@ def random_text(model: Any, length: int = LENGTH) -> torch.Tensor:
             special.update([value] if isinstance(value, int) else value if isinstance(value, list) else [])
     words = torch.tensor([token for token in range(size) if token not in special] or [0])
     chosen = torch.randint(len(words), (ROWS, length), generator=torch.Generator().manual_seed(SEED))
-    return words[chosen].to(model.get_input_embeddings().weight.device)
+    return words[chosen].to(embedding.weight.device)
 
 
-def mark_images(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def mark_images(model: XAttnForConditionalGeneration, ids: torch.Tensor) -> torch.Tensor:
     """Returns token ids with an image marker as the second token of the first row, if the model has a marker."""
     marker, ids = model.config.image_token_id, ids.clone()
     if marker is not None:
@@ -366,11 +370,12 @@ def mark_images(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return ids
 
 
-def image_of_first_row(model: Any) -> dict[str, torch.Tensor]:
+def image_of_first_row(model: XAttnForConditionalGeneration) -> dict[str, torch.Tensor]:
     """Returns arguments of `forward`, `generate` and `encode_images` with an image for the first row alone."""
     generator = torch.Generator().manual_seed(SEED + 1)
     vision = model.config.vision_config
-    device = model.get_input_embeddings().weight.device
+    embedding: Any = model.get_input_embeddings()
+    device = embedding.weight.device
     has_image = torch.tensor([[True], [False]], device=device)
     if vision is None:
         width = model.config.cross_attention_config.context_size

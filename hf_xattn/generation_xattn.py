@@ -10,8 +10,9 @@ transformers collects no `cross_attentions` of decoder-only models, so this file
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
@@ -33,6 +34,10 @@ from .utils.distributed import fsdp_forward
 from .utils.tensor_checks import type_name
 from .utils.transformers_api import CACHE, has, needs, takes_cache
 
+
+if TYPE_CHECKING:
+    from transformers import CompileConfig
+    from transformers.generation.utils import GenerateOutput
 
 logger = logging.get_logger(__name__)
 
@@ -117,7 +122,7 @@ class XAttnGenerationMixin:
     @takes_cache
     @deprecate_kwarg("cache_params", "6.0.0", new_name="cache")
     @fsdp_forward
-    def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs):
+    def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs) -> GenerateOutput | torch.LongTensor:
         """`GenerationMixin.generate`, which also takes the image arguments of `forward`.
 
         It first checks that text, images, masks and cache belong together.
@@ -218,7 +223,7 @@ class XAttnGenerationMixin:
             config.suppress_tokens = None
         return config, model_kwargs
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ValueError`, because continuous batching in transformers passes no images to the steps."""
         raise ValueError(
             f'Continuous batching (`generate_batch`, `init_continuous_batching`, `cache_implementation="paged"`) is '
@@ -389,7 +394,7 @@ class XAttnGenerationMixin:
         base: Any = super()
         return base._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
-    def get_compiled_call(self, compile_config: Any) -> Any:
+    def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable[..., Any]:
         """The method of transformers, which compiles a step or a chunk of the prompt.
 
         When a CUDA graph runs again, it overwrites its earlier results. transformers copies the logits. This method

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import logging
 
@@ -19,10 +19,11 @@ from .cache.image_layout import ImageLayout
 from .cache.states import as_stored, check_cache_dtype, check_no_gradient
 from .cache.visibility import Samples
 from .cache.xattn_cache import XAttnCache
+from .call import Call
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface
 from .images.connector import XAttnConnector
-from .images.conversation import ImagesOfCall, TextOfCall, read_images
+from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
 from .images.image_encoder import ImageEncoder, ImageSource, Numbering
 from .images.image_inputs import ImageInputs
 from .layers.block import GatedCrossAttentionBlock, cross_attention_blocks
@@ -76,7 +77,12 @@ class XAttnImagesMixin:
         return None
 
     def find_samples(
-        self, text: dict[str, Any], cache: Any, use_cache: bool | None, images: Any, without_cache: bool
+        self,
+        text: dict[str, Any],
+        cache: Cache | None,
+        use_cache: bool | None,
+        images: ImageInputs | PreparedImages,
+        without_cache: bool,
     ) -> Samples | None:
         """Returns the samples of packed rows; None if no row is packed.
 
@@ -94,7 +100,7 @@ class XAttnImagesMixin:
         """Returns why a forward must not write into a cache; None if it may."""
         return None
 
-    def images_of_nobody(self, call: Any) -> ImagesOfCall | None:
+    def images_of_nobody(self, call: Call) -> ImagesOfCall | None:
         """Returns images that no text sees, for a [`Call`] without images in which the blocks must run all the same."""
         return None
 

@@ -9,7 +9,7 @@ of an `EncoderDecoderCache`.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -67,6 +67,11 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
     torch.Size([1, 3, 64])
     ```
     """
+
+    if TYPE_CHECKING:
+
+        @property
+        def base_model(self) -> XAttnModel: ...
 
     def __init__(
         self,
@@ -318,6 +323,12 @@ class XAttnForConditionalGeneration(
     """
 
     model: XAttnModel
+
+    if TYPE_CHECKING:
+
+        @property
+        def base_model(self) -> XAttnModel: ...
+
     # Some decoders keep recurrent state, which cannot be rolled back. The class therefore reports itself as stateful;
     # `__init__` replaces this with the value of the decoder in use.
     _is_stateful = True

@@ -7,9 +7,9 @@ take no place in the text.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,11 @@ from .utils.tensor_checks import type_name
 from .utils.transformers_api import has, needs
 from .utils.whole_folder import WholeFolder, refuse_unfinished
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from transformers.image_processing_utils import BaseImageProcessor
+    from typing_extensions import Self
 
 TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")
 # Keywords with which the processors of transformers take the arguments of one part.
@@ -75,21 +80,27 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     _look_up: Callable[[list[list[Any]]], dict[str, torch.Tensor]] | None = None
 
     def __init__(
-        self, image_processor=None, tokenizer=None, chat_template=None, image_token: str | None = None, **kwargs
+        self,
+        image_processor: BaseImageProcessor | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        chat_template: str | dict[str, str] | None = None,
+        image_token: str | None = None,
+        **kwargs,
     ):
         if image_processor is None:
             raise ValueError("Expected an `image_processor`, got None. For texts without images, use the tokenizer.")
         check_image_processor(image_processor)
         self.image_token = image_token
-        self.image_token_id = None
+        self.image_token_id: int | None = None
         if image_token is not None:
-            token_id = tokenizer.convert_tokens_to_ids(image_token)
-            if token_id is None or token_id == tokenizer.unk_token_id:
+            held: Any = tokenizer
+            token_id = held.convert_tokens_to_ids(image_token)
+            if token_id is None or token_id == held.unk_token_id:
                 raise ValueError(
                     f"Expected `image_token` to be in the tokenizer's vocabulary, got {image_token!r}. Add it with "
                     f"`tokenizer.add_tokens([{image_token!r}], special_tokens=True)` and resize the model's embeddings."
                 )
-            if token_id == tokenizer.pad_token_id:
+            if token_id == held.pad_token_id:
                 raise ValueError(
                     f"Expected `image_token` to be another token than the tokenizer's `pad_token`, got {image_token!r} "
                     "for both, so that padding would count as image markers. Choose another `image_token`."
@@ -112,7 +123,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         return [os.path.join(save_directory, os.path.relpath(file, fresh)) for file in written]
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args, **kwargs) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args, **kwargs) -> Self:
         """As in transformers, with two differences.
 
         A folder in which a save was interrupted raises an error. If a model was saved with `adapter_only=True` and its
@@ -193,7 +204,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
 
     def apply_chat_template(
         self,
-        conversation: Any,
+        conversation: Sequence[Any],
         chat_template: str | None = None,
         tools: list[Any] | None = None,
         documents: list[dict[str, str]] | None = None,

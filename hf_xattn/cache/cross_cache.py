@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
@@ -63,7 +63,7 @@ class CrossAttentionLayer(DynamicLayer):
         if self.key_scales is not None and self.value_scales is not None:
             self.key_scales, self.value_scales = change(self.key_scales), change(self.value_scales)
 
-    def update(self, *args, **kwargs):
+    def update(self, *args, **kwargs) -> NoReturn:
         raise RuntimeError(
             "Images cannot be added to one layer. The model adds them to all blocks at once, with `CrossCache.fill`."
         )

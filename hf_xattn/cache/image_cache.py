@@ -109,7 +109,7 @@ def empty_like(cache: Cache) -> Cache:
     return empty
 
 
-def images_of(name: str, cache: Any) -> tuple[CrossCache, ImageLayout]:
+def images_of(name: str, cache: object) -> tuple[CrossCache, ImageLayout]:
     """Returns the image half of `cache` and its layout. Errors call the argument `name`.
 
     Raises:

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
 from ..utils.tensor_checks import type_name
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +52,7 @@ class StoredStates:
         """
         return False
 
-    def attend(self, query: torch.Tensor, value: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, query: torch.Tensor, value: Self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes attention over these keys, and over `value` in the same form.
 
         The other arguments are a mask, the scaling and a position bias. Returns the output and the weights.
@@ -85,7 +89,7 @@ States: TypeAlias = torch.Tensor | StoredStates
 FORMS: dict[str, type[StoredStates]] = {}
 
 
-def check_cache_dtype(name: str, value: Any) -> str | None:
+def check_cache_dtype(name: str, value: object) -> str | None:
     """Checks an argument that is a name in `FORMS`, or None for the dtype that the model computes in. Returns it.
 
     Raises:

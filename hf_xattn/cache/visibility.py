@@ -22,10 +22,11 @@ the forward has succeeded. Letters in shapes: B text rows, T text tokens, N imag
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from ..configuration_xattn import XAttnConfig
 from .image_layout import ImageLayout, rows_to
 from .text_progress import CallersMask, TextProgress, count_markers
 
@@ -33,10 +34,10 @@ from .text_progress import CallersMask, TextProgress, count_markers
 class Samples(Protocol):
     """Text in which a row may hold several samples. `parts/packed_rows.py` implements this."""
 
-    def with_markers(self, markers: torch.Tensor | None) -> Any:
+    def with_markers(self, markers: torch.Tensor | None) -> Samples:
         """Returns the same samples, with the image markers of the text `(B, T)`."""
 
-    def check_images(self, config: Any, images: torch.Tensor, markers: torch.Tensor) -> None:
+    def check_images(self, config: XAttnConfig, images: torch.Tensor, markers: torch.Tensor) -> None:
         """Raises a `ValueError` if the numbers of images and of markers `(B,)` do not say to which sample each image
         belongs.
         """

@@ -18,11 +18,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import local_torch_dtype, remove_tied_weights_from_state_dict
 from transformers.utils import logging
@@ -43,6 +43,8 @@ from .quantization import check_requantizable, quantization_of_text, without_qua
 
 logger = logging.get_logger(__name__)
 
+Made = TypeVar("Made", bound=PreTrainedModel)
+
 # For each part: its name, the argument that names its base, and the function that loads the base.
 PARTS: tuple[tuple[str, str, Callable[..., PreTrainedModel]], ...] = (
     ("text_model", "text_base", load_text),
@@ -61,7 +63,7 @@ class SmallCheckpoint:
     hub: dict[str, Any]  # keyword arguments that say where its files are
 
     @classmethod
-    def find(cls, name: Any, load_kwargs: dict[str, Any]) -> SmallCheckpoint | None:
+    def find(cls, name: str | os.PathLike[str], load_kwargs: dict[str, Any]) -> SmallCheckpoint | None:
         """Reads the manifest of a checkpoint. Returns None for a checkpoint without one.
 
         Raises:
@@ -104,7 +106,9 @@ class SmallCheckpoint:
         config = find_file(self.name, "config.json", self.hub)
         return digest_of("" if config is None else config.read_text("utf-8"), fingerprint(self.added()))
 
-    def load_kwargs(self, config: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    def load_kwargs(
+        self, config: PreTrainedConfig | str | os.PathLike[str] | None, asked: dict[str, Any]
+    ) -> dict[str, Any]:
         """Returns the keyword arguments of `from_pretrained` that load the whole model. `asked` are the caller's."""
         named = {argument: named_base(argument, asked.pop(argument, None)) for _, argument, _ in PARTS}
         apart = {name: asked.pop(name) for name in tuple(asked) if name in LOAD_KEYWORDS | {"output_loading_info"}}
@@ -183,7 +187,13 @@ class SmallCheckpoint:
             "that base."
         )
 
-    def onto(self, model_class: Any, text: PreTrainedModel, config: Any, asked: dict[str, Any]) -> Any:
+    def onto(
+        self,
+        model_class: type[Made],
+        text: PreTrainedModel,
+        config: PreTrainedConfig | str | os.PathLike[str] | None,
+        asked: dict[str, Any],
+    ) -> Made:
         """Puts the checkpoint onto a loaded text model, which then contains the blocks.
 
         All new parts get the device and the dtype of the text model.
@@ -220,6 +230,7 @@ class SmallCheckpoint:
             if part is not None:
                 part.dtype = text.dtype
         weights = self._weights_of_base("vision_base", load_vision, named, config, asked) | weights
+        model: Any
         with local_torch_dtype(text.dtype), text.device:
             model = model_class(config, text_model=text)
         start = prefix.removesuffix("text_model.")
@@ -250,7 +261,7 @@ class SmallCheckpoint:
 
 
 def save_small(
-    model: Any,
+    model: PreTrainedModel,
     target: Path,
     bases: dict[str, Any],
     with_code: bool,
@@ -293,8 +304,9 @@ def save_small(
         if name in sources:
             manifest[argument], again = _take_base_out_of(state, model, name, sources[name].resolved(), load)
             requantized = requantized or again
+    held: Any = model
     if requantized:
-        config = model.hf_quantizer.quantization_config
+        config = held.hf_quantizer.quantization_config
         manifest["quantization_config"] = json.loads(config.to_json_string(use_diff=False))
     added = {name: _whole(model, name, tensor) for name, tensor in state.items()}
     with WholeFolder(target, weight_files_of) as fresh:
@@ -303,7 +315,7 @@ def save_small(
         # Loading puts these weights in place of those of a base in memory, so they are saved under the names in memory.
         options = {**options, "state_dict": added, "save_original_format": False}
         with without_quantizer(model, keeps_config=not requantized), saved_by_one(model):
-            model._write(fresh, with_code, options, target)
+            held._write(fresh, with_code, options, target)
         for path in sorted(fresh.glob("model*.safetensors")):
             path.rename(fresh / path.name.replace("model", WEIGHTS, 1))
         for path in fresh.glob("model.safetensors.index*.json"):
@@ -312,10 +324,11 @@ def save_small(
         (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
-def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, BaseSource]:
+def check_bases(model: PreTrainedModel, bases: dict[str, Any] | None = None) -> dict[str, BaseSource]:
     """Returns the bases of a model, by part. Raises the errors of [`save_small`], before any work is done."""
     bases = bases or {}
-    body, sources = model.base_model, {}
+    body: Any = model.base_model
+    sources = {}
     refuse_adapter_layers(body, "`adapter_only=True` cannot save", SAVE_OR_MERGE)
     check_requantizable(model)
     for name, argument, _ in PARTS:

@@ -92,7 +92,7 @@ class BaseSource:
         where = {"name_or_path": self.name, "revision": self.revision, "subfolder": self.subfolder}
         return where if self.gguf_file is None else {**where, "gguf_file": self.gguf_file}
 
-    def note_in(self, config: Any) -> None:
+    def note_in(self, config: PreTrainedConfig) -> None:
         """Writes the base into the configuration of its part, where [`base_of`] finds it."""
         config.name_or_path = self.name
         for name in WHERE:
@@ -155,7 +155,7 @@ def base_of(config: PreTrainedConfig) -> BaseSource | None:
     return BaseSource(name, *(getattr(config, f"base_{key}", None) for key in WHERE))
 
 
-def named_base(argument: str, named: Any) -> BaseSource | None:
+def named_base(argument: str, named: str | os.PathLike[str] | None) -> BaseSource | None:
     """Returns the base that the caller names as `text_base` or `vision_base`. None if there is no name."""
     if named is None:
         return None

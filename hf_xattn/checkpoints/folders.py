@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file, is_peft_available, logging
 from transformers.utils.hub import cached_file
 
@@ -61,7 +62,7 @@ class CheckedFolder(NamedTuple):
     headers: dict[str, Stored]  # its weights; empty if it has none
 
 
-def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any]:
+def check_config_file(source: object, load_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Checks the JSON files in a folder.
 
     Returns:
@@ -83,7 +84,7 @@ def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any
     return config
 
 
-def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | None:
+def check_folder(source: object, load_kwargs: dict[str, Any]) -> CheckedFolder | None:
     """Checks a folder as [`check_config_file`] does, and also its weights.
 
     Returns:
@@ -149,7 +150,9 @@ def check_against_weights(model: nn.Module, headers: dict[str, Stored], quantize
         )
 
 
-def check_stored(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any) -> dict[str, Stored]:
+def check_stored(
+    model: nn.Module, state_dict: object, checkpoint_files: Sequence[str | os.PathLike[str]] | None, load_config: object
+) -> dict[str, Stored]:
     """Checks a model without values against the weights that it is to get, and returns what their headers say.
 
     Raises:
@@ -174,7 +177,7 @@ def check_stored(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_
     return headers
 
 
-def warn_of_rounding(model: Any, headers: dict[str, Stored], what: str) -> None:
+def warn_of_rounding(model: PreTrainedModel, headers: dict[str, Stored], what: str) -> None:
     """Warns if weights were rounded: if a loaded model holds them in a dtype that lacks values of the stored dtype."""
     own = {name: tensor.dtype for name, tensor in model.state_dict().items() if not is_quantized_weight(tensor)}
     places = places_in_memory(model, [name for name, stored in headers.items() if stored.dtype in FLOATS])
@@ -194,7 +197,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def refuse_other_files(checkpoint_files: Any) -> None:
+def refuse_other_files(checkpoint_files: Sequence[str | os.PathLike[str]] | None) -> None:
     """Raises a `ValueError` if transformers has found weights on the Hub that are no safetensors files."""
     for file in checkpoint_files or ():
         if not str(file).endswith(".safetensors"):
@@ -209,7 +212,7 @@ def weight_files_of(folder: Path) -> list[Path]:
     return sorted(path for shards in ("", SHARDS) for path in folder.glob(f"{WEIGHTS}{shards}.safetensors"))
 
 
-def find_manifest(name: Any, load_kwargs: dict[str, Any]) -> Path | None:
+def find_manifest(name: object, load_kwargs: dict[str, Any]) -> Path | None:
     """Returns the path of the manifest of added weights, or None if there is none."""
     if not isinstance(name, (str, os.PathLike)) or load_kwargs.get("state_dict") is not None:
         return None
@@ -244,7 +247,7 @@ class PeftFolder(NamedTuple):
         return kept if self.revision is None else {**kept, "revision": self.revision}
 
 
-def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None:
+def find_peft(checkpoint: object, load_kwargs: dict[str, Any]) -> PeftFolder | None:
     """Reads the configuration of an adapter. Returns None if the checkpoint is no adapter."""
     if not isinstance(checkpoint, (str, os.PathLike)) or not is_peft_available():
         return None
@@ -270,7 +273,7 @@ def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None
     return PeftFolder(name, os.fspath(fields["base_model_name_or_path"]), hub, asked or own)
 
 
-def check_adapter_folder(name: Any, hub: dict[str, Any]) -> None:
+def check_adapter_folder(name: object, hub: dict[str, Any]) -> None:
     """Checks an adapter before layers are added to a model. `hub` is as in [`PeftFolder`].
 
     Raises:

@@ -13,7 +13,7 @@ import os
 import re
 import struct
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeGuard, TypeVar
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
@@ -33,7 +33,10 @@ MOST_VALUES = 2**21  # a vocabulary of 2^18 tokens, with scores, types and twice
 MOST_STRING = 2**24  # bytes
 
 
-def is_gguf_path(source: Any) -> bool:
+Source = TypeVar("Source")
+
+
+def is_gguf_path(source: object) -> TypeGuard[str | os.PathLike[str]]:
     """Whether a source is a path that ends in `.gguf`, and no folder."""
     return (
         isinstance(source, (str, os.PathLike))
@@ -42,7 +45,7 @@ def is_gguf_path(source: Any) -> bool:
     )
 
 
-def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def split_gguf(name: str, source: Source, load_kwargs: dict[str, Any]) -> tuple[Source | str, dict[str, Any]]:
     """Turns the path of a GGUF file into a folder and `gguf_file`, as transformers takes them.
 
     Args:

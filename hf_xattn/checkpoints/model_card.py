@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
+from ..images.image_encoder import ModelWithBlocks
 from ..images.tower import UNSIZED, blank_image, image_size_of
 from ..utils.checkpoint_files import CARD
 from ..utils.parts import named_parts
@@ -192,7 +193,7 @@ def _loading(config: XAttnConfig) -> str:
 
 def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
     """Calls [`describe`] for a copy without weights, because the model itself may be sharded or quantized."""
-    skeleton = skeleton_of(model)
+    skeleton: Any = skeleton_of(model)
     if skeleton is not None:
         with contextlib.suppress(RuntimeError, TypeError, ValueError):  # a part may need values to run
             return {name.removesuffix(", frozen"): value for name, value in describe(skeleton).items()}
@@ -285,7 +286,7 @@ def _table(rows: dict[str, Any]) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)])
 
 
-def tokens_per_image(model: Any) -> int | None:
+def tokens_per_image(model: ModelWithBlocks) -> int | None:
     """Returns the number of image tokens of a blank image. None for a model without a vision tower."""
     vision, tower = model.config.vision_config, model.base_model.vision_tower
     if vision is None or tower is None:
@@ -313,7 +314,7 @@ def flops_per_text_token(config: CrossAttentionConfig, num_blocks: int, num_imag
     return num_blocks * (projections + attention + mlp)
 
 
-def describe(model: Any) -> dict[str, Any]:
+def describe(model: ModelWithBlocks) -> dict[str, Any]:
     """Returns the figures of a model, by name, as texts to print."""
     config, block = model.config, model.config.cross_attention_config
     layers, tower = config.cross_attention_layers, config.vision_config
@@ -335,7 +336,7 @@ def describe(model: Any) -> dict[str, Any]:
         "K/V bytes an image token": f"{per_token:,} ({str(dtype).removeprefix('torch.')})",
     }
     compute = flops_per_text_token(block, len(layers), tokens or 0)
-    if tokens is not None:
+    if tokens is not None and tower is not None:
         image = "image" if image_size_of(tower) else f"image of {UNSIZED} x {UNSIZED} pixels"
         figures[f"tokens an {image}"] = f"{tokens:,}"
         figures[f"K/V bytes an {image}"] = f"{tokens * per_token:,}"
@@ -346,7 +347,7 @@ def describe(model: Any) -> dict[str, Any]:
     return figures
 
 
-def is_fresh(model: Any) -> bool:
+def is_fresh(model: ModelWithBlocks) -> bool:
     """Whether the blocks are as they were initialised and add nothing. False if their weights cannot be read."""
     config = model.config.cross_attention_config
     if not config.starts_at_identity:
@@ -365,7 +366,7 @@ def is_fresh(model: Any) -> bool:
     return whole and all(type(module) is nn.Linear for module in last) and not any(bool(each.any()) for each in weights)
 
 
-def blindness(model: Any) -> str | None:
+def blindness(model: ModelWithBlocks) -> str | None:
     """Returns why a model sees nothing: it has no vision tower, or its blocks are untrained. None if it may see."""
     fresh = is_fresh(model)
     if model.config.vision_config is None:
@@ -379,6 +380,6 @@ def _num_parameters(module: nn.Module | None) -> int:
     return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
 
 
-def block_dtype(model: Any) -> torch.dtype:
+def block_dtype(model: ModelWithBlocks) -> torch.dtype:
     """Returns the dtype of the keys and values."""
     return model.blocks[0].attn.k_proj.weight.dtype

@@ -43,7 +43,7 @@ SAVE_OR_MERGE = (
 )
 
 
-def refuse_own_parts(model: Any) -> None:
+def refuse_own_parts(model: PreTrainedModel) -> None:
     """Raises a `ValueError` for a part that was compiled, or that loading would build in another way."""
     body = model.base_model
     if any(adapter_layers(body)):
@@ -72,14 +72,15 @@ def refuse_own_parts(model: Any) -> None:
         )
 
 
-def warn_before_training(model: Any) -> None:
+def warn_before_training(model: PreTrainedModel) -> None:
     """Warns of what saving will refuse or leave out. Each model is checked once, and again if its adapters change."""
-    body = model.base_model
+    whole: Any = model
+    body: Any = model.base_model
     configs = (vars(each).get("peft_config") for each in (model, body))
     adapters, of_body = (sorted(each) if isinstance(each, dict) else [] for each in configs)
     if getattr(model, "_looked_at", None) == adapters:
         return
-    body._looked_at, model._looked_at = of_body, adapters
+    body._looked_at, whole._looked_at = of_body, adapters
     try:
         refuse_own_parts(model)
     except ValueError as error:
@@ -89,7 +90,7 @@ def warn_before_training(model: Any) -> None:
         warn_of_weights_left_out(model)
 
 
-def skeleton_of(model: Any) -> Any:
+def skeleton_of(model: PreTrainedModel) -> PreTrainedModel | None:
     """Builds the model as loading would, without weights. Returns None if this needs code that may not run here."""
     try:
         with torch.device("meta"), ValuesComeLater():
@@ -198,7 +199,7 @@ def adapter_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, part
 
 
-def warn_of_weights_left_out(model: Any) -> None:
+def warn_of_weights_left_out(model: PreTrainedModel) -> None:
     """Warns once of weights that train beside an adapter of `add_adapter`, which is saved without these weights."""
     configs = vars(model).get("peft_config")
     if not configs:  # the model is marked as one with an adapter, but has none
@@ -223,13 +224,13 @@ def warn_of_weights_left_out(model: Any) -> None:
         )
 
 
-def warn_of_tower(model: Any) -> None:
+def warn_of_tower(model: PreTrainedModel) -> None:
     """Warns once of an adapter whose short names, such as `"q_proj"`, also fit layers of the vision tower.
 
     It is called when training begins, because PEFT calls no method of the model when it adds layers.
     """
     configs = vars(model).get("peft_config")
-    body = model.base_model
+    body: Any = model.base_model
     if not isinstance(configs, dict) or body.vision_tower is None:
         return
     count, others = (

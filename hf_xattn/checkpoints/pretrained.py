@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ..configuration_xattn import XAttnConfig
@@ -48,6 +48,10 @@ from .removal import leave_out_added, recorded
 from .saved_names import named_as_in_memory
 from .saving import XAttnSavingMixin
 
+
+if TYPE_CHECKING:
+    from transformers.modeling_utils import LoadStateDictInfo
+    from typing_extensions import Self
 
 # Patterns of the weights of blocks that stay in float32. They name the block, because a decoder may have an `attn_norm`
 # of its own, which keeps its dtype.
@@ -133,7 +137,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         found = (PRECISE_WEIGHT.search(name) for name, _ in self.named_parameters())
         self._keep_in_fp32_modules_strict = others | {match[1] for match in found if match is not None}
 
-    def train(self, mode: bool = True) -> Any:
+    def train(self, mode: bool = True) -> Self:
         """As `nn.Module.train`, but frozen modules stay in evaluation mode.
 
         See `learning/frozen.py`. Warns once of things that training or saving will refuse or leave out.
@@ -195,12 +199,12 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     @classmethod
     def from_pretrained(
         cls,
-        pretrained_model_name_or_path: Any,
+        pretrained_model_name_or_path: str | os.PathLike | None,
         *model_args,
-        config: Any = None,
+        config: PreTrainedConfig | str | os.PathLike | None = None,
         allow_missing_weights: bool = False,
         **kwargs,
-    ) -> Any:
+    ) -> Self:
         """Loads a model, as `PreTrainedModel.from_pretrained` does.
 
         An `adapter_only=True` folder is put together with the bases that it names. If the text model was quantized when
@@ -243,7 +247,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             if isinstance(config, XAttnConfig):
                 config.read_custom_code()
             peft = find_peft(pretrained_model_name_or_path, kwargs)
-            source = pretrained_model_name_or_path
+            source: Any = pretrained_model_name_or_path
             peft_name = kwargs.get("adapter_name") or "default"
             if peft is not None:
                 check_adapter_folder(peft.name, peft.hub)
@@ -265,7 +269,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                         "a whole model. Leave it out."
                     )
             if kwargs.get("quantization_config") is not None:
-                known = config
+                known: Any = config
                 if not isinstance(config, XAttnConfig):
                     known = XAttnConfig.from_pretrained(source, **given(FILE_KEYWORDS, kwargs))
                 kwargs["quantization_config"] = keep_added_precise(kwargs["quantization_config"], known)
@@ -280,7 +284,8 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             _finish(model, what, kwargs)
             if peft is not None and peft.base != peft.name:
                 info = model.load_adapter(peft.name, peft_name, adapter_kwargs=peft.hub).to_dict()
-        return (model, info) if info_wanted else model
+        loaded = (model, info) if info_wanted else model
+        return loaded
 
     @staticmethod
     def _load_pretrained_model(
@@ -291,11 +296,11 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             model._stored = check_stored(model, state_dict, checkpoint_files, load_config)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
 
-    def load_state_dict(self, state_dict: Any, *args, **kwargs) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args, **kwargs) -> Any:
         """As `nn.Module.load_state_dict`. Also takes the names in a saved folder, which `Trainer` passes."""
         return super().load_state_dict(named_as_in_memory(self, state_dict), *args, **kwargs)
 
-    def load_adapter(self, peft_model_id: Any = None, *args, **kwargs) -> Any:
+    def load_adapter(self, peft_model_id: str | None = None, *args, **kwargs) -> LoadStateDictInfo:
         """As `PreTrainedModel.load_adapter`. Raises a `ValueError` for a damaged folder before any layer is added."""
         check_adapter_folder(peft_model_id, kwargs.get("adapter_kwargs") or {})
         return super().load_adapter(peft_model_id, *args, **kwargs)
@@ -386,7 +391,7 @@ def _initialize(module: nn.Module, owner: PreTrainedModel) -> None:
     owner._initialize_weights(module, owner.is_custom_code())
 
 
-def forget_untied(model: Any) -> None:
+def forget_untied(model: PreTrainedModel) -> None:
     """Removes weights that are no longer tied from the list of tied weights of a loaded model.
 
     Otherwise `post_init` would tie them again, and the values of one of them would be lost.

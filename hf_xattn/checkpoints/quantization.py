@@ -12,7 +12,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from ..layers.block import cross_attention_blocks
 from ..utils.custom_code import build_part
 from ..utils.tensor_checks import first_quantized, is_quantized
 
+
+if TYPE_CHECKING:
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
 # Patterns of the modules that stay in high precision. In a model with a head, names begin with `model.`.
 KEPT = (r"(?:model\.)?vision_tower", r"(?:model\.)?connector", r".*\.cross_attention_block(?:_after)?")
@@ -48,7 +51,9 @@ PRECISE_TEXT = (
 PRECISE_TOWER = "Put a tower in full precision in its place (`model.base_model.vision_tower = tower`), then save."
 
 
-def keep_added_precise(quantization_config: Any, config: XAttnConfig) -> Any:
+def keep_added_precise(
+    quantization_config: dict[str, Any] | QuantizationConfigMixin, config: XAttnConfig
+) -> QuantizationConfigMixin:
     """Returns a quantizer's configuration that also leaves blocks, connector and vision tower in high precision.
 
     Args:
@@ -56,11 +61,13 @@ def keep_added_precise(quantization_config: Any, config: XAttnConfig) -> Any:
         config: the configuration of the model.
     """
     if isinstance(quantization_config, dict):
-        quantization_config = AutoQuantizationConfig.from_dict(quantization_config)
-    field = _skip_field(quantization_config)
+        asked: QuantizationConfigMixin = AutoQuantizationConfig.from_dict(quantization_config)
+    else:
+        asked = quantization_config
+    field = _skip_field(asked)
     if field is None:
-        return quantization_config
-    given = getattr(quantization_config, field)
+        return asked
+    given = getattr(asked, field)
     if given is None:
         # By default a quantizer leaves the head alone, and modules that share its weights. A list replaces this
         # default, so these modules are found in the text model and put into the list.
@@ -69,7 +76,7 @@ def keep_added_precise(quantization_config: Any, config: XAttnConfig) -> Any:
         given = [TEXT + re.escape(name) for name in sorted(get_keys_to_not_convert(text_model))]
     else:  # each name is added a second time as a name in the text model, so that "lm_head" fits both
         given = [*given, *(f"{TEXT}(?:{name})" for name in given if not name.startswith(TEXT) and name not in KEPT)]
-    return _with_skips(quantization_config, field, list(dict.fromkeys([*given, *KEPT])))
+    return _with_skips(asked, field, list(dict.fromkeys([*given, *KEPT])))
 
 
 def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None:
@@ -191,7 +198,7 @@ def check_requantizable(model: PreTrainedModel) -> None:
             )
 
 
-def quantization_of_text(quantization_config: Any) -> Any:
+def quantization_of_text(quantization_config: QuantizationConfigMixin) -> QuantizationConfigMixin:
     """Returns the configuration of the quantizer for the text model alone, from that for the whole model."""
     field: Any = _skip_field(quantization_config)
     names = getattr(quantization_config, field) or []

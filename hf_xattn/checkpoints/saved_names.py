@@ -114,7 +114,7 @@ def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights.items()}
 
 
-def places_in_memory(model: Any, names: Iterable[str]) -> dict[str, str]:
+def places_in_memory(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Returns the name in memory for each name on disk. Names that have none are left out."""
     rules, own, prefix = _Rules(model), model.state_dict().keys(), f"{model.base_model_prefix}."
     found = {name: target for name, (target, *_) in rules.places(names).items()}

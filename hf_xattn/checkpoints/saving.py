@@ -37,6 +37,7 @@ from .saved_names import rules_of_parts
 
 
 if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
     from transformers import PreTrainedModel as Model  # the base class of the models that use the mixin
 else:
     Model = object
@@ -136,7 +137,7 @@ class XAttnSavingMixin(Model):
         with_code: bool = False,
         max_shard_size: int | str = "50GB",
         **kwargs,
-    ) -> Any:
+    ) -> CommitInfo:
         """Saves the model and uploads it, as `PreTrainedModel.push_to_hub` does.
 
         `adapter_only`, `text_base`, `vision_base` and `with_code` are as in [`save_pretrained`].

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from ..modeling_xattn import XAttnForConditionalGeneration
+    from ..processing.chat_templates import Processor
+    from ..processing_xattn import XAttnProcessor
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PICTURES = "folder that the file names of images are relative to (default: the folder of SOURCE)"  # help of an option
@@ -154,7 +156,7 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     return model, _with_images_at_markers(processor, model), images
 
 
-def check_images(model: str, processor: Any) -> None:
+def check_images(model: str, processor: object) -> None:
     """Raises a `ValueError` for a processor that cannot read images. `model` names the model in the message."""
     if getattr(processor, "image_processor", None) is None:
         raise ValueError(
@@ -163,7 +165,7 @@ def check_images(model: str, processor: Any) -> None:
         )
 
 
-def load_processor(name: str, **hub: Any) -> Any:
+def load_processor(name: str, **hub: Any) -> Processor:
     """Loads the processor of a model, or its tokenizer if the model was saved without an image processor."""
     from transformers import AutoProcessor, AutoTokenizer
     from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
@@ -230,7 +232,7 @@ def _with_images_at_markers(processor: Any, model: XAttnForConditionalGeneration
     return XAttnProcessor(processor.image_processor, processor.tokenizer, chat_template=template, image_token=marker)
 
 
-def images_alone(processor: Any) -> Any:
+def images_alone(processor: Processor) -> XAttnProcessor:
     """Returns an [`XAttnProcessor`] for images without text, of which other processors make other inputs."""
     from ..processing_xattn import XAttnProcessor
 
@@ -252,7 +254,7 @@ def new_folder(folder: Path) -> Path:
 
 def read_processor(
     text: str, vision: str | None, output: Path, *, image_token_id: int | None = None, **load_kwargs: Any
-) -> Any:
+) -> Processor | None:
     """Reads the tokenizer of a text model and the image processor of a vision tower. Prints which of them is missing.
 
     Args:
@@ -306,7 +308,7 @@ def _read(auto_class: Any, source: str, what: str, where: str, load_kwargs: dict
         return None
 
 
-def save_model(model: XAttnForConditionalGeneration, processor: Any, output: Path, **options: Any) -> None:
+def save_model(model: XAttnForConditionalGeneration, processor: Processor | None, output: Path, **options: Any) -> None:
     """Saves a model and its processor, if there is one, and prints what the blocks add.
 
     If an error ends the save, nothing is written. `options` are those of `save_pretrained`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from ..training.training_options import TrainingOptions
 from .shared import (
@@ -161,9 +162,10 @@ def run_encode_features(arguments: argparse.Namespace) -> None:
     from ..training.vision_features import tower_of
 
     process = get_cpu_distributed_information()  # reads what the launcher has set, also on GPUs
-    model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
+    model: Any = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
     of_process = f":{process.local_rank}" if process.world_size > 1 and device != "cpu" and ":" not in device else ""
-    tower_of(model).to(f"{device}{of_process}")
+    tower: Any = tower_of(model)
+    tower.to(f"{device}{of_process}")
     done = encode_pictures(
         model,
         images_alone(processor),

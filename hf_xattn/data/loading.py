@@ -19,13 +19,16 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .forms import CAPTION_PROMPT, is_caption, row_of
 from .sources import DataFile, Source, open_source
 
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # The order is saved with a run. A run that began in another order cannot be resumed.
 ORDER = "each epoch a permutation of all rows, also of bad ones"
@@ -126,7 +129,7 @@ class Rows(Sequence[dict[str, Any]]):
             chosen = np.concatenate([chosen, np.arange(total, total + source.rows)])
         return Rows([*self.sources, source], self.prompt, chosen)
 
-    def as_dataset(self) -> Any:
+    def as_dataset(self) -> Dataset:
         """Returns the rows as a `datasets.Dataset`, for TRL's trainers. A row is still read when it is asked for."""
         from datasets import Dataset
 

@@ -33,7 +33,7 @@ def picture_parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [part for message in messages for part in parts_of(message) if part.get("type") in IMAGES]
 
 
-def picture_of(part: Mapping[str, Any]) -> Any:
+def picture_of(part: Mapping[str, Any]) -> Path | bytes:
     """Returns the image of a part that [`row_of`] has made: a path, or the bytes of a file."""
     return Path(part["path"]) if "path" in part else part["image"]
 

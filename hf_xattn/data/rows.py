@@ -111,7 +111,7 @@ def check_keys(where: str, given: Iterable[Any], known: Collection[str]) -> None
             )
 
 
-def keys_of_template(template: Any) -> frozenset[str]:
+def keys_of_template(template: str | Mapping[str, str] | None) -> frozenset[str]:
     """Returns the keys of a message that a chat template, or a dict of several, may read.
 
     These are all names that the text of the template looks up.
@@ -149,7 +149,7 @@ class Conversation(NamedTuple):
     answers: tuple[int, ...]  # indices of the assistant messages that are trained on
 
 
-def read_row(row: Any, of_template: Collection[str] = ()) -> Conversation:
+def read_row(row: object, of_template: Collection[str] = ()) -> Conversation:
     """Reads a row of a data set as a conversation. The row is not changed.
 
     Args:

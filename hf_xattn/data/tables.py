@@ -20,10 +20,14 @@ import os
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 FORM = 1  # version of the tables that this file keeps. With another version, they are made anew
 BOM = codecs.BOM_UTF8
@@ -54,7 +58,7 @@ class Table:
         return f"row {place}"
 
 
-def saved_table(dataset: Any, path: str) -> Table:
+def saved_table(dataset: Dataset, path: str) -> Table:
     """Makes a [`Table`] of a `datasets.Dataset` that is stored in files."""
     files = [(os.path.basename(each["filename"]), os.path.getsize(each["filename"])) for each in dataset.cache_files]
     digest = hashlib.sha256(f"{dataset.features} {len(dataset)} {files}".encode()).hexdigest()
@@ -168,7 +172,7 @@ def _found(find: Any, paths: tuple[str, ...], states: Any) -> Iterator[dict[str,
     yield {"file": len(paths), "text": ""}  # belongs to no file: `datasets` refuses a table without rows
 
 
-def library() -> Any:
+def library() -> ModuleType:
     """Imports `datasets`, or raises an `ImportError` that says how to install it."""
     try:
         import datasets

@@ -192,7 +192,9 @@ class DecoderInterface(NamedTuple):
                 "`EncoderDecoderCache`, which does so."
             )
 
-    def check_padding(self, mask: Any, length: int, cache: Cache | None, by_one: bool, generates: bool = False) -> None:
+    def check_padding(
+        self, mask: object, length: int, cache: Cache | None, by_one: bool, generates: bool = False
+    ) -> None:
         """Refuses padding that a running state would read, or warns of it.
 
         Args:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..utils.distributed import is_distributed
 
@@ -23,7 +24,7 @@ UNCLEAR = (
 )
 
 
-def mask_labels(model: Any, labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
+def mask_labels(model: PreTrainedModel, labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
     """Returns labels with `ignored` in place of image markers and of ids without a row in the head.
 
     The caller's tensor is not changed.
@@ -37,7 +38,8 @@ def mask_labels(model: Any, labels: torch.Tensor, ignored: int = IGNORED) -> tor
     if config.image_token_id is not None:
         labels = labels.masked_fill(labels == config.image_token_id, ignored)
     if config.additional_vocab_size and not config.additional_vocab_in_head:
-        labels = labels.masked_fill(labels >= model.get_input_embeddings().num_embeddings, ignored)
+        embedding: Any = model.get_input_embeddings()
+        labels = labels.masked_fill(labels >= embedding.num_embeddings, ignored)
     return labels
 
 
@@ -50,7 +52,7 @@ class LossInputs(NamedTuple):
     ignore_index: int | None  # the label that is ignored; None for -100
 
     @classmethod
-    def take_from(cls, model: Any, labels: torch.Tensor | None, kwargs: dict[str, Any]) -> LossInputs:
+    def take_from(cls, model: PreTrainedModel, labels: torch.Tensor | None, kwargs: dict[str, Any]) -> LossInputs:
         """Removes the arguments of a loss from `kwargs`, and masks the labels.
 
         Raises:
@@ -93,8 +95,11 @@ def _items_that_count(
     return torch.where(of_this_call, left.clamp(min=1), items)
 
 
-def loss_over_all_logits(text_model: PreTrainedModel, outputs: Any, inputs: LossInputs) -> torch.Tensor:
+def loss_over_all_logits(
+    text_model: PreTrainedModel, outputs: CausalLMOutputWithPast, inputs: LossInputs
+) -> torch.Tensor:
     """Computes the loss over all logits, also those of added tokens, and adds the load-balancing loss of experts."""
+    assert outputs.logits is not None
     loss = text_model.loss_function(
         outputs.logits, vocab_size=outputs.logits.shape[-1], **{"labels": None, **inputs.given()}
     )

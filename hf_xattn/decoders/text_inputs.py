@@ -47,7 +47,7 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
         check_ids("input_ids", input_ids)
         rows, length = input_ids.shape
     else:
-        rows, length = check_embeds(inputs_embeds, find_embedding())
+        rows, length = check_embeds(text["inputs_embeds"], find_embedding())
     if (mask := text.get("attention_mask")) is not None:
         check_attention_mask(mask, rows, length, starts)
     if (positions := text.get("position_ids")) is not None:
@@ -62,7 +62,7 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
         raise ValueError(f"Expected `logits_to_keep` to be at least 0, the number of last positions, got {kept!r}.")
 
 
-def check_ids(name: str, ids: Any) -> None:
+def check_ids(name: str, ids: torch.Tensor) -> None:
     """Raises an error if token ids are not integers of shape `(batch, text_len)`, or if there are none."""
     if isinstance(ids, torch.Tensor) and ids.dtype in INTEGERS and ids.dim() == 2 and 0 not in ids.shape:
         return
@@ -73,7 +73,7 @@ def check_ids(name: str, ids: Any) -> None:
     raise ValueError(f"`{name}` holds no token: its shape is {tuple(ids.shape)}.")
 
 
-def refuse_prefix(model: Any) -> None:
+def refuse_prefix(model: object) -> None:
     """Raises a `ValueError` for PEFT methods that learn keys and values, because `generate` would leave these out.
 
     `PeftModel.generate` replaces `prepare_inputs_for_generation` of the model, by which this function finds PEFT.
@@ -87,7 +87,7 @@ def refuse_prefix(model: Any) -> None:
         )
 
 
-def check_embeds(embeds: Any, embedding: nn.Module) -> tuple[int, int]:
+def check_embeds(embeds: torch.Tensor, embedding: nn.Module) -> tuple[int, int]:
     """Returns batch and length of embeddings `(batch, text_len, width)`, and raises an error for anything else."""
     check_tensor("inputs_embeds", embeds)
     check_floating("inputs_embeds", embeds)
@@ -102,7 +102,9 @@ def check_embeds(embeds: Any, embedding: nn.Module) -> tuple[int, int]:
     return embeds.shape[0], embeds.shape[1]
 
 
-def check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> None:
+def check_attention_mask(
+    mask: torch.Tensor | BlockMask | Mapping[str, Any], rows: int, length: int, starts: bool
+) -> None:
     """Raises an error for a mask that does not cover the text of the call, or also earlier text if not `starts`."""
     if isinstance(mask, Mapping) or (not isinstance(mask, torch.Tensor) and isinstance(mask, BlockMask)):
         return  # transformers has made it: a mask for each kind of layer, or one for flex attention
@@ -117,7 +119,7 @@ def check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> Non
         raise ValueError(f"Expected `attention_mask` of shape (batch={rows}, {covered}), got {shape}.")
 
 
-def check_covered(mask: Any, length: int, cache: Cache) -> None:
+def check_covered(mask: object, length: int, cache: Cache) -> None:
     """Raises a `ValueError` for a mask that covers only the new text: it would hide cached text, or the new text."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or torch.compiler.is_compiling():
         return
@@ -152,7 +154,9 @@ def check_options(options: GenerationConfig, marker: int | None, masked: bool) -
         )
 
 
-def check_labels(name: str, labels: Any, text: Any, logits_to_keep: Any, ignored: int = -100) -> None:
+def check_labels(
+    name: str, labels: torch.Tensor, text: object, logits_to_keep: int | torch.Tensor, ignored: int = -100
+) -> None:
     """Checks that `labels` or `shift_labels` have the shape of the text, or of the positions whose logits are kept.
 
     `ignored` is the label that the loss ignores.
@@ -177,7 +181,7 @@ def check_labels(name: str, labels: Any, text: Any, logits_to_keep: Any, ignored
         )
 
 
-def check_side_by_side(logits_to_keep: Any) -> None:
+def check_side_by_side(logits_to_keep: int | torch.Tensor) -> None:
     """Raises a `ValueError` for kept positions with gaps, because `labels` train each on the label of the next one."""
     if isinstance(logits_to_keep, torch.Tensor) and logits_to_keep.dim() == 1 and has_values(logits_to_keep):
         if bool((logits_to_keep.diff() != 1).any()):

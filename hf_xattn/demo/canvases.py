@@ -7,18 +7,20 @@ split before they are placed, so no digit image is in both a training canvas and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     LlamaConfig,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     SiglipImageProcessorPil,
     ViTConfig,
@@ -113,7 +115,7 @@ class CanvasDataset(torch.utils.data.Dataset):
     The labels of the prompt are -100, so the loss counts only the words after the prompt.
     """
 
-    def __init__(self, pool: DigitPool, tokenizer, size: int, seed: int):
+    def __init__(self, pool: DigitPool, tokenizer: PreTrainedTokenizerBase, size: int, seed: int):
         self.pool, self.tokenizer, self.size, self.seed = pool, tokenizer, size, seed
         self.prompt_length = len(tokenizer(PROMPT)["input_ids"])
         self.longest = self.prompt_length + 2 * len(PLACES) + 1
@@ -148,10 +150,11 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def optimize(parameters, steps: int, rate: float, loss_of_step, name: str) -> None:
+def optimize(
+    parameters: Iterable[nn.Parameter], steps: int, rate: float, loss_of_step: Callable[[int], torch.Tensor], name: str
+) -> None:
     """Trains with AdamW, with warm-up in the first tenth of the steps, and shows a progress bar."""
-    parameters = list(parameters)
-    optimizer = torch.optim.AdamW(parameters, lr=rate, fused=True)
+    optimizer = torch.optim.AdamW(list(parameters), lr=rate, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
     bar = tqdm(range(steps), desc=name)
     for step in bar:

@@ -28,6 +28,7 @@ from transformers import (
 from ..checkpoints.model_card import write_model_card
 from ..maps.answer_maps import lit
 from ..maps.attention_maps import AttentionMaps, attention_maps
+from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
 from ..retrofit import retrofit
 from ..training.freezing import freeze_base
@@ -248,7 +249,7 @@ def say(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
-def shown(name: str, value: Any) -> str:
+def shown(name: str, value: object) -> str:
     """Returns a figure as the table shows it."""
     if isinstance(value, float):
         return f"{value:.1%}" if any(word in name for word in SHARES) else f"{value:.1f}"
@@ -261,7 +262,9 @@ def print_table(results: dict[str, Any]) -> None:
         print(f"{name:<50} {shown(name, value):>10}")
 
 
-def attention_on_digits(model, processor, canvases: list[Canvas], pictures: list) -> dict[str, float]:
+def attention_on_digits(
+    model: XAttnForConditionalGeneration, processor: XAttnProcessor, canvases: list[Canvas], pictures: list
+) -> dict[str, float]:
     """Measures how much of the attention lies on the patch of a digit while the model chooses its word.
 
     The word is chosen at the position in front of it. Digits that the model gets wrong count, too.
@@ -306,7 +309,9 @@ def draw_answers(path: Path, canvases: list[Canvas], pictures: list, readings: l
     _draw(path, [cells[start : start + 2] for start in range(0, 8, 2)])
 
 
-def draw_attention(path: Path, model, processor, canvases: list[Canvas], pictures: list) -> None:
+def draw_attention(
+    path: Path, model: XAttnForConditionalGeneration, processor: XAttnProcessor, canvases: list[Canvas], pictures: list
+) -> None:
     """Draws three canvases with three digits each, once for each word. A brighter patch gets more attention."""
     chosen = [index for index, canvas in enumerate(canvases) if len(canvas.digits) == 3][:3] or [0]
     maps = _maps(model, processor, [pictures[index] for index in chosen])

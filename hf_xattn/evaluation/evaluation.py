@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +27,13 @@ from ..checkpoints.own_parts import refuse_adapter_layers
 from ..data.pictures import digest_of
 from ..data.rows import IMAGE_SOURCES, text_of
 from ..modeling_xattn import XAttnForConditionalGeneration
+from ..processing.chat_templates import Processor
 from .answers import Scores, Share, normalised
 from .questions import Messages, Question, beside_pictures, other_pictures
 
+
+if TYPE_CHECKING:
+    from transformers import BatchEncoding, BatchFeature
 
 # An answer may be this many tokens longer than the longest expected one before it is cut.
 MARGIN = 8
@@ -122,7 +126,7 @@ def _plain(value: Any) -> Any:
 
 def evaluate(
     model: XAttnForConditionalGeneration,
-    processor: Any,
+    processor: Processor,
     questions: Sequence[Question],
     batch_size: int = 8,
     max_new_tokens: int | None = None,
@@ -220,7 +224,7 @@ def by_group(answers: Answers, form: Callable[[str], str] = normalised) -> dict[
 
 
 def ask_beside(
-    asker: Any, alone: Sequence[Question], about: Sequence[Question], base: Sequence[str]
+    asker: Asker, alone: Sequence[Question], about: Sequence[Question], base: Sequence[str]
 ) -> TextBesidePicture | str:
     """Asks questions without an image beside images of other questions, or returns the reason why this is not possible.
 
@@ -310,9 +314,9 @@ class Asker:
         return found
 
 
-def inputs_of(processor: Any, chats: Sequence[Messages]) -> Any:
+def inputs_of(processor: Processor, chats: Sequence[Messages]) -> BatchFeature | BatchEncoding:
     """Returns the inputs of a model for chats that end with a question."""
-    return processor.apply_chat_template(
+    made: Any = processor.apply_chat_template(
         list(chats),
         add_generation_prompt=True,
         tokenize=True,
@@ -321,6 +325,7 @@ def inputs_of(processor: Any, chats: Sequence[Messages]) -> Any:
         # The side is given, because a tokenizer may pad on the right, which is behind the question.
         processor_kwargs={"padding": True, "padding_side": "left"},
     )
+    return made
 
 
 def _ask(

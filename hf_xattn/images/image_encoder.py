@@ -13,10 +13,48 @@ from ..cache.cross_cache import CrossCache, KeyValue
 from ..cache.digests import Digests, digests_of
 from ..cache.image_layout import ImageLayout, real_coordinates, rows_to
 from ..configuration_xattn import XAttnConfig
+from ..layers.block import GatedCrossAttentionBlock
 from ..utils.distributed import check_callable, has_units, is_distributed
 from .connector import XAttnConnector, check_square
 from .image_inputs import ImageInputs
 from .tower import Arrangement, blank_image, check_not_trained, run_tower, states_for_all_weights
+
+
+class ModelBody(Protocol):
+    """[`XAttnModel`], for the subpackages that it is made of: its configuration and its parts."""
+
+    @property
+    def config(self) -> XAttnConfig: ...
+
+    @property
+    def text_model(self) -> PreTrainedModel: ...
+
+    @property
+    def vision_tower(self) -> PreTrainedModel | None: ...
+
+    @property
+    def connector(self) -> XAttnConnector | None: ...
+
+    @property
+    def blocks(self) -> list[GatedCrossAttentionBlock]: ...
+
+    @property
+    def image_encoder(self) -> ImageEncoder: ...
+
+
+class ModelWithBlocks(Protocol):
+    """[`XAttnModel`] or [`XAttnForConditionalGeneration`], for the subpackages that these are made of."""
+
+    @property
+    def config(self) -> XAttnConfig: ...
+
+    @property
+    def base_model(self) -> ModelBody: ...
+
+    @property
+    def blocks(self) -> list[GatedCrossAttentionBlock]: ...
+
+    def image_identity(self) -> str: ...
 
 
 class FoundImages(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class Arrangement(Protocol):
     def of(cls, config: XAttnConfig, name: str, images: torch.Tensor, ratios: Ratios) -> Arrangement: ...
 
     @classmethod
-    def blank(cls, config: Any, pixels: torch.Tensor) -> tuple[torch.Tensor, Arrangement]: ...
+    def blank(cls, config: PreTrainedConfig, pixels: torch.Tensor) -> tuple[torch.Tensor, Arrangement]: ...
 
     @property
     def kinds(self) -> torch.Tensor: ...  # `(R, n)`, 0 for no image; images of different kinds are not equal
@@ -61,10 +61,10 @@ class Arrangement(Protocol):
 
     def _asdict(self) -> dict[str, torch.Tensor]: ...  # the keys are the names of the tower's arguments
 
-    def run(self, tower: Any, pixels: torch.Tensor, returns: dict[str, bool]) -> BaseModelOutput: ...
+    def run(self, tower: PreTrainedModel, pixels: torch.Tensor, returns: dict[str, bool]) -> BaseModelOutput: ...
 
     def connect(
-        self, connector: Any, features: torch.Tensor, positions: torch.Tensor | None, skips_padding: bool
+        self, connector: nn.Module, features: torch.Tensor, positions: torch.Tensor | None, skips_padding: bool
     ) -> torch.Tensor: ...  # `(R, n, tokens of an image, context_size)`
 
     def token_mask(self, image_mask: torch.Tensor | None, tokens: int) -> torch.Tensor: ...  # see `token_mask_of`

@@ -58,7 +58,7 @@ class Recipe(NamedTuple):
     targets: Callable[[str], list[Target] | None]
 
 
-def block_config(text: Any, **options: Any) -> CrossAttentionConfig:
+def block_config(text: PreTrainedConfig, **options: Any) -> CrossAttentionConfig:
     """Returns the configuration of trained blocks with the sizes of the decoder's own layers.
 
     Args:

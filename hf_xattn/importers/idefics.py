@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import CLIPVisionConfig, IdeficsConfig, IdeficsPerceiverConfig, IdeficsVisionConfig, LlamaConfig
 from transformers.utils import logging
@@ -30,6 +30,9 @@ from transformers.utils import logging
 from ..configuration_xattn import PerceiverConfig, XAttnConfig
 from .conversion import LLAMA_FIELDS, Recipe, Target, block_config, renamed
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.get_logger(__name__)
 
@@ -74,7 +77,7 @@ ADDITIONAL_ROWS = {
 FAKE_TOKEN, END_OF_UTTERANCE = "<fake_token_around_image>", "<end_of_utterance>"
 
 
-def chat_template(tokenizer: Any, image_token: str) -> str:
+def chat_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
     """Returns the chat template of Idefics' instructed models. In transformers, the processor holds it as code.
 
     As in that code, two images side by side share the token between them. If the tokenizer has no

@@ -13,7 +13,7 @@ The second branch may be left out. The block differs from the cross-attention of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,10 @@ from .attention import GatedCrossAttention, check_text_and_states, zero_init_lin
 from .context import CrossAttentionContext, ImageTokens, no_context, plain_context
 from .gates import Gate, TokenGate, gated, new_gate
 from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class CrossAttentionMLP(nn.Module):
@@ -115,7 +119,7 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
         self.post_init()
 
     @classmethod
-    def from_pretrained(cls, *args, allow_missing_weights: bool = False, **kwargs) -> Any:
+    def from_pretrained(cls, *args, allow_missing_weights: bool = False, **kwargs) -> Self:
         """`PreTrainedModel.from_pretrained`.
 
         Args:

@@ -24,7 +24,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -217,7 +217,7 @@ def fold_mask(
     return FoldedMask(mask, visible)
 
 
-def no_context(given: Any) -> TypeError:
+def no_context(given: object) -> TypeError:
     return TypeError(
         f"Expected `cross_attention` to be a CrossAttentionContext, which only a model makes, got {type_name(given)}. "
         "Pass `cross_attention_states` and `cross_attention_mask` instead."

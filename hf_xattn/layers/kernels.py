@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from ..cache.states import States, StoredStates, dense
+from ..configuration_xattn import CrossAttentionConfig
 
 
 logger = logging.get_logger(__name__)
@@ -32,8 +33,15 @@ UNFOLDED_ON = "cuda"
 MASKS_UNFOLDED = torch.version.cuda is not None and is_torch_greater_or_equal("2.11")
 
 
+class Attention(Protocol):
+    """What a kernel reads of [`GatedCrossAttention`]."""
+
+    config: CrossAttentionConfig
+    scaling: float
+
+
 def run_kernel(
-    module: Any,
+    module: Attention,
     query: torch.Tensor,
     key: States,
     value: States,
@@ -65,6 +73,7 @@ def run_kernel(
         if name in ("sdpa", "eager") and not dropout and key.multiplies_few(query):
             if shared_mask and mask is not None:
                 mask = mask.repeat_interleave(group, dim=2)
+            assert isinstance(value, type(key))
             output, weights = key.attend(query, value, mask, module.scaling, position_bias)
             return output, weights if output_attentions else None
         key, value = dense(key), dense(value)

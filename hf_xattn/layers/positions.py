@@ -54,7 +54,7 @@ class Positions(NamedTuple):
     key: torch.Tensor | None  # `(rows, N)`, positions in the row, for score parts; None stands for 0 ... N - 1
 
 
-def with_position(position: Any, of: str, states: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+def with_position(position: nn.Module, of: str, states: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
     """Applies a position encoding to queries or keys.
 
     Args:
@@ -84,18 +84,19 @@ def positions_in_images(sizes: tuple[int, ...], device: torch.device) -> torch.T
 
 
 def added_to_scores(
-    attention: Any, positions: Positions | None, shape: tuple[int, int, int], device: torch.device
+    attention: nn.Module, positions: Positions | None, shape: tuple[int, int, int], device: torch.device
 ) -> torch.Tensor:
     """Returns what the score parts of an attention add to its scores, `(B, T, heads, N)`.
 
     The attention must have at least one score part. `shape` is `(B, T, N)`.
     """
+    config: Any = attention.config
     parts = [(getattr(attention, name), part) for name, part in SCORE_PARTS.items()]
     query, key = positions or (None, None)
     query = torch.arange(shape[1], device=device)[None] if query is None else query
     key = torch.arange(shape[2], device=device)[None] if key is None else rows_to(key, shape[0])
     distance = key[:, None, :] - query[:, :, None]
-    first, *others = [module(part.read(attention.config, distance)) for module, part in parts if module is not None]
+    first, *others = [module(part.read(config, distance)) for module, part in parts if module is not None]
     return sum(others, first).transpose(2, 3).expand(shape[0], -1, -1, -1)
 
 

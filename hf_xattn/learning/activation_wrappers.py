@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..decoders.insertion import is_cross_attending
+from ..images.image_encoder import ModelBody
 from ..layers.context import KEYWORD, carried_context
 
 
@@ -39,7 +40,7 @@ class XAttnRecomputingMixin:
         return None
 
 
-def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
+def recomputes_layers(model: ModelBody, receives_keywords: bool) -> bool:
     """Whether a backward pass will run the decoder's layers again, by transformers' checkpointing or in a wrapper.
 
     Args:
@@ -80,7 +81,7 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
     return bool(wrapped)
 
 
-def refuse_reentrant(function: Any) -> None:
+def refuse_reentrant(function: object) -> None:
     """Raises a `ValueError` if a layer's checkpointing function of transformers is reentrant."""
     if function is not None and getattr(function, "keywords", {}).get("use_reentrant") is not False:
         raise ValueError(
@@ -90,10 +91,10 @@ def refuse_reentrant(function: Any) -> None:
         )
 
 
-def unwrapped(module: Any) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
     """Returns the module inside activation wrappers, or `module` itself if it is not wrapped."""
-    while WRAPPED in module._modules:
-        module = module._modules[WRAPPED]
+    while (inner := module._modules.get(WRAPPED)) is not None:
+        module = inner
     return module
 
 

@@ -8,10 +8,11 @@ of a block are units of their own then.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from ..configuration_xattn import CrossAttentionConfig
@@ -19,6 +20,9 @@ from ..layers.block import GatedCrossAttentionBlock, cross_attention_blocks
 from ..utils.distributed import is_distributed
 from ..utils.transformers_api import ALL_PARALLEL_STYLES
 
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Submodules of a block that are entirely in half precision, except for the norms in the attention.
 PROJECTIONS = ("attn", "mlp")
@@ -58,7 +62,7 @@ def names_of_units(model: Any) -> set[str]:
     return names
 
 
-def fsdp_plan(model: Any, blocks: Iterable[str]) -> dict[str, str]:
+def fsdp_plan(model: PreTrainedModel, blocks: Iterable[str]) -> dict[str, str]:
     """Returns entries for transformers' plan of FSDP units: tower, connector, and the projections of the `blocks`.
 
     The plan has the decoder's layers already. In half precision, transformers also makes a unit of each module that
@@ -124,7 +128,7 @@ def block_plan(config: CrossAttentionConfig, tp_size: int) -> dict[str, str]:
 class Heads(TensorParallelLayer):
     """The style of an attention module that holds some of the heads."""
 
-    def install_forward(self, module: Any, mesh: Any) -> nn.Module:
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         ranks, heads = mesh.size(), module.config.num_key_value_heads
         first = mesh.get_local_rank() * heads // ranks
         module.num_key_value_heads = max(heads // ranks, 1)

@@ -17,7 +17,7 @@ instead of its output.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from ..cache.cross_cache import CrossCache, KeyValue
 from ..cache.image_layout import ImageLayout
 from ..decoders.insertion import BLOCKS
 from ..images.conversation import ImagesOfCall, NewImages
-from ..images.image_encoder import ImageEncoder
+from ..images.image_encoder import ImageEncoder, ModelBody
 from ..images.tower import blank_image
 from ..utils.architectures import vision_feature_size
 from ..utils.distributed import compute_device, has_units, is_distributed
@@ -43,10 +43,20 @@ NOTHING_LEARNS = (
 )
 
 
+class TextRows(Protocol):
+    """What a stand-in image depends on in a [`Call`]."""
+
+    text: dict[str, Any]
+    rows: int
+    device: torch.device
+    starts: bool
+    trains: bool
+
+
 class XAttnStandInMixin:
     """What [`XAttnModel`] runs only because other processes wait for it, or because the loss needs a gradient."""
 
-    def images_of_nobody(self: Any, call: Any) -> ImagesOfCall | None:
+    def images_of_nobody(self: Any, call: TextRows) -> ImagesOfCall | None:
         """Returns an image that no text sees, if other processes wait for the blocks or the loss needs a gradient."""
         waited_for = is_distributed() and torch.is_grad_enabled()
         if waited_for or (call.trains and not _embeddings_learn(call) and only_images_learn(self)):
@@ -90,7 +100,7 @@ class XAttnStandInMixin:
         return torch.stack([each.flatten()[:0].sum().to(states.device) for each in made]).sum()
 
 
-def _embeddings_learn(call: Any) -> bool:
+def _embeddings_learn(call: TextRows) -> bool:
     embeddings = call.text.get("inputs_embeds")
     return embeddings is not None and embeddings.requires_grad
 
@@ -101,7 +111,7 @@ def stand_in_images(encoder: ImageEncoder, rows: int) -> NewImages:
     return NewImages(unseen_layout(rows, states.shape[1], states.device), states)
 
 
-def blank_images(model: Any, rows: int, device: torch.device) -> CrossCache:
+def blank_images(model: ModelBody, rows: int, device: torch.device) -> CrossCache:
     """Makes keys and values (zeros) of one image for each row, which no text on `device` sees. Nothing is computed."""
     config = model.config.cross_attention_config
     _, dtype = _device_and_dtype(model.image_encoder)

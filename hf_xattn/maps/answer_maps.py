@@ -23,6 +23,7 @@ from .attention_maps import OF_IMAGES, AttentionMaps, described, inner_model
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase
 
 PIECE = 64  # number of tokens for which the weights of all heads are in memory at the same time
 COLOUR = "darkorange"
@@ -38,7 +39,7 @@ class Word(NamedTuple):
     tokens: range  # indices of its tokens
 
 
-def words_of(ids: list[int], tokenizer: Any) -> list[Word]:
+def words_of(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[Word]:
     """Splits a text at white space, and finds the tokens of each word. Special tokens belong to no word.
 
     The characters of a token are those that it adds to the text of the tokens before it. They cannot be read from the
@@ -49,11 +50,12 @@ def words_of(ids: list[int], tokenizer: Any) -> list[Word]:
         ids (`list[int]`): the tokens of the text.
         tokenizer: the tokenizer that decodes them.
     """
-    text = tokenizer.decode(ids, skip_special_tokens=True)
+    decode: Any = tokenizer.decode  # its annotation also has lists of texts
+    text = decode(ids, skip_special_tokens=True)
     ends: list[int] = []
     for index in range(len(ids)):
         # An incomplete character is decoded to a replacement character. It counts for the token that completes it.
-        known = tokenizer.decode(ids[: index + 1], skip_special_tokens=True).rstrip("\ufffd")
+        known = decode(ids[: index + 1], skip_special_tokens=True).rstrip("\ufffd")
         ends.append(max(len(os.path.commonprefix([known, text])), ends[-1] if ends else 0))
     special = set(getattr(tokenizer, "all_special_ids", ()))
     words = []

@@ -20,6 +20,7 @@ from ..configuration_xattn import XAttnConfig
 from ..images.image_inputs import refuse_to_cache
 from ..images.tower import image_size_of, only_image_size
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from ..processing.chat_templates import Processor
 from ..processing.image_reading import upright
 from ..training.freezing import body_of
 from ..utils.architectures import TILED_VISION_TYPES
@@ -30,6 +31,8 @@ from .patch_grid import PatchGrid, patch_grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from peft import PeftModel
+    from PIL.Image import Image
 
 MEAN = "mean"
 Choice: TypeAlias = "int | str | None"
@@ -179,8 +182,8 @@ class AttentionMaps:
         self,
         tokens: list[int] | None = None,
         *,
-        processor: Any = None,
-        picture: Any = None,
+        processor: Processor | None = None,
+        picture: Image | np.ndarray | torch.Tensor | None = None,
         image: int = 0,
         row: int = 0,
         layer: int | str = MEAN,
@@ -210,7 +213,7 @@ class AttentionMaps:
         grid = self.grid(image, row, layer=layer, head=head)
         positions = self._positions(tokens, row)
         ids = [int(self.tokens[row, position]) for position in positions]
-        words = [str(token) if processor is None else processor.decode([token]) for token in ids]
+        words: Any = [str(token) if processor is None else processor.decode([token]) for token in ids]
         if picture is None:
             picture = self.pixels(image, row)
         elif self._config.vision_config is not None and self._config.vision_config.model_type in TILED_VISION_TYPES:
@@ -233,7 +236,7 @@ class AttentionMaps:
 
 @torch.no_grad()
 def attention_maps(
-    model: XAttnModel | XAttnForConditionalGeneration,
+    model: XAttnModel | XAttnForConditionalGeneration | PeftModel,
     inputs: Mapping[str, Any],
     max_new_tokens: int | None = None,
     **generate_kwargs: Any,
@@ -325,14 +328,18 @@ def described(
     )
 
 
-def inner_model(model: Any) -> XAttnModel | XAttnForConditionalGeneration:
+def inner_model(
+    model: XAttnModel | XAttnForConditionalGeneration | PeftModel,
+) -> XAttnModel | XAttnForConditionalGeneration:
     """Returns the model inside a wrapper of PEFT, or the model itself if there is no wrapper.
 
     Raises:
         TypeError: for a model without blocks.
         ValueError: for a model that is split over ranks.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: Any = model
+    if hasattr(model, "get_base_model"):
+        inner = inner.get_base_model()
     body_of(inner)  # checks its type
     if inner.tp_size not in (None, 1):
         raise ValueError(

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..configuration_xattn import XAttnConfig
@@ -40,7 +42,7 @@ class Tiles(NamedTuple):
         return tiles
 
     @classmethod
-    def blank(cls, config: Any, pixels: torch.Tensor) -> tuple[torch.Tensor, Tiles]:
+    def blank(cls, config: PreTrainedConfig, pixels: torch.Tensor) -> tuple[torch.Tensor, Tiles]:
         count = config.max_num_tiles
         mask = torch.ones(1, 1, count, dtype=torch.long, device=pixels.device)
         ids = torch.ones(1, 1, dtype=torch.long, device=pixels.device)
@@ -53,13 +55,13 @@ class Tiles(NamedTuple):
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Tiles:
         return Tiles(*map(change, self))
 
-    def run(self, tower: Any, pixels: torch.Tensor, returns: dict[str, bool]) -> BaseModelOutput:
+    def run(self, tower: PreTrainedModel, pixels: torch.Tensor, returns: dict[str, bool]) -> BaseModelOutput:
         output = tower(pixel_values=pixels.to(tower.dtype), **self._asdict(), **returns)
         # transformers records no hidden states of this tower, and older releases return the last one in their place.
         return BaseModelOutput(last_hidden_state=output.last_hidden_state)
 
     def connect(
-        self, connector: Any, features: torch.Tensor, positions: torch.Tensor | None, skips_padding: bool
+        self, connector: nn.Module, features: torch.Tensor, positions: torch.Tensor | None, skips_padding: bool
     ) -> torch.Tensor:
         """See [`Arrangement`]. With `skips_padding`, padding tiles skip the connector and become zeros."""
         real = self._real_tiles() if skips_padding else None

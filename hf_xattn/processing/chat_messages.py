@@ -64,7 +64,7 @@ class Message:
             return []
         return [self.content] if isinstance(self.content, str) else self.content
 
-    def as_parts(self) -> Any:
+    def as_parts(self) -> str | list[dict[str, Any]] | None:
         """Returns the content in the form of transformers: a text, or a list of dicts."""
         if self.content is None or isinstance(self.content, str):
             return self.content
@@ -84,7 +84,7 @@ class Conversation:
     bare: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # image parts without a source
 
 
-def is_batch(conversation: Any) -> bool:
+def is_batch(conversation: object) -> bool:
     """Whether `conversation` is a list of conversations, and not one conversation.
 
     Raises:
@@ -102,7 +102,7 @@ def is_batch(conversation: Any) -> bool:
     return isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
 
 
-def read_conversation(conversation: Any, where: str, **sampling: Any) -> Conversation:
+def read_conversation(conversation: object, where: str, **sampling: Any) -> Conversation:
     """Reads one conversation in the format of transformers or OpenAI. The conversation is not changed.
 
     Args:
@@ -121,7 +121,7 @@ def read_conversation(conversation: Any, where: str, **sampling: Any) -> Convers
     return read
 
 
-def with_images(conversation: Conversation, images: Any, where: str) -> Conversation:
+def with_images(conversation: Conversation, images: object, where: str) -> Conversation:
     """Assigns `images`, which the caller has passed separately, to the image parts without a source, in order."""
     bare = len(conversation.bare)
     if images is None:
@@ -132,7 +132,8 @@ def with_images(conversation: Conversation, images: Any, where: str) -> Conversa
                 "`base64`, or pass `images` in `processor_kwargs`."
             )
         return conversation
-    given = list(images) if isinstance(images, (list, tuple)) or getattr(images, "ndim", None) == 4 else [images]
+    passed: Any = images
+    given = list(passed) if isinstance(images, (list, tuple)) or getattr(images, "ndim", None) == 4 else [passed]
     given = [image for image in given if image is not None]
     if not conversation.images:  # The text has markers, or the model needs none.
         return dataclasses.replace(conversation, images=given)
@@ -145,7 +146,7 @@ def with_images(conversation: Conversation, images: Any, where: str) -> Conversa
     return dataclasses.replace(conversation, images=filled)
 
 
-def plain_message(message: Any, where: str) -> dict[str, Any]:
+def plain_message(message: object, where: str) -> dict[str, Any]:
     """Returns a message as a dict. It has no values that are None, and neither have its parts.
 
     Data sets fill missing fields with None.
@@ -306,12 +307,12 @@ def check_images_inside(message: Mapping[str, Any], where: str) -> None:
             )
 
 
-def looks_like_images(name: str, value: Any) -> bool:
+def looks_like_images(name: str, value: object) -> bool:
     """Whether a key holds images, judged by its name and by its value."""
     return value is not None and (_holds_images(value) or (is_near_images(name) and not _holds_numbers(value)))
 
 
-def is_near_images(name: Any) -> bool:
+def is_near_images(name: object) -> bool:
     return isinstance(name, str) and bool(difflib.get_close_matches(name.lower(), NAMES_OF_IMAGES, n=1, cutoff=NEAR))
 
 

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jinja2 import TemplateError, meta
 
 from .chat_messages import IMAGE, Message
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+# What renders chats: a processor, or a tokenizer for a model without images.
+Processor: TypeAlias = "ProcessorMixin | PreTrainedTokenizerBase"
 
 
 # The template for models that have none: `User: ...`, `Assistant: ...`, with one message per line. An answer ends with
@@ -39,7 +46,7 @@ Dicts = list[dict[str, Any]]
 Form = Callable[[Message], Any]  # Returns the content of a message in the form that the template gets.
 
 
-def default_template(tokenizer: Any) -> str:
+def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns `DEFAULT_CHAT_TEMPLATE`. If the tokenizer adds a BOS token to texts, the template begins with it."""
     first = tokenizer("a")["input_ids"][:1]
     begins = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
@@ -55,7 +62,7 @@ def template_variables(*templates: str | None) -> set[str]:
     return set().union(*map(meta.find_undeclared_variables, parsed))
 
 
-def check_template(processor: Any) -> None:
+def check_template(processor: Processor) -> None:
     """Raises a `ValueError` if a processor or a tokenizer cannot render a question with its chat template."""
     question: Any = [{"type": "text", "text": "?"}] if hasattr(processor, "tokenizer") else "?"
     try:
@@ -122,7 +129,7 @@ def _forms(messages: list[Message], marker: str | None) -> list[list[Form]]:
         text = flat(message)
         return None if text is None else [{"type": "text", "text": text}]
 
-    def parts(message: Message) -> list[dict[str, Any]] | None:
+    def parts(message: Message) -> str | list[dict[str, Any]] | None:
         return None if message.content is None else Message({}, message.parts).as_parts()
 
     def by_role(system: Form, other: Form) -> list[Form]:

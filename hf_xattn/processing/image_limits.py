@@ -43,7 +43,7 @@ def _sides(size: Any) -> dict[str, Any]:
     return {key: side for key, side in size.items() if side is not None}
 
 
-def check_image_processor(image_processor: Any) -> None:
+def check_image_processor(image_processor: object) -> None:
     """Raises a `ValueError` if an image processor would make images that are too large.
 
     The settings of an image processor come from a file, which may not be trusted.
@@ -71,7 +71,7 @@ def check_image_processor(image_processor: Any) -> None:
         )
 
 
-def resized_pixels(width: int, height: int, image_processor: Any, **kwargs: Any) -> int:
+def resized_pixels(width: int, height: int, image_processor: object, **kwargs: Any) -> int:
     """Returns the number of pixels to which an image processor enlarges an image.
 
     Only a `size` that sets nothing but the shortest edge needs this check, because the other edge then has no limit: an

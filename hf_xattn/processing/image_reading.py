@@ -10,9 +10,10 @@ import binascii
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, overload
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
@@ -27,6 +28,10 @@ from .image_limits import LIMITS, resized_pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from transformers.video_utils import VideoMetadata
+
+Picture: TypeAlias = "Image | np.ndarray | torch.Tensor"
+Shown = TypeVar("Shown")
 
 logger = logging.get_logger(__name__)
 
@@ -38,17 +43,43 @@ TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # from the orientation in EX
 KINDS = "images (PIL, numpy, torch), URLs, data URLs, base64, paths or the bytes of files"
 
 
-def is_array(image: Any) -> bool:
+def is_array(image: object) -> TypeGuard[np.ndarray | torch.Tensor]:
     return isinstance(image, (np.ndarray, torch.Tensor))
 
 
-def is_pil(image: Any) -> bool:
+def is_pil(image: object) -> TypeGuard[Image]:
     from PIL import Image
 
     return isinstance(image, Image.Image)
 
 
-def read_image(image: Any, name: str = "images", *, input_data_format: Any = None, rescale: bool = True) -> Any:
+@overload
+def read_image(
+    image: str | Path | bytes | Image,
+    name: str = ...,
+    *,
+    input_data_format: str | ChannelDimension | None = ...,
+    rescale: bool = ...,
+) -> Image: ...
+
+
+@overload
+def read_image(
+    image: object,
+    name: str = ...,
+    *,
+    input_data_format: str | ChannelDimension | None = ...,
+    rescale: bool = ...,
+) -> Picture: ...
+
+
+def read_image(
+    image: object,
+    name: str = "images",
+    *,
+    input_data_format: str | ChannelDimension | None = None,
+    rescale: bool = True,
+) -> Picture:
     """Returns an upright RGB image.
 
     Transparent areas become white, as in transformers' `convert_to_rgb`.
@@ -77,7 +108,7 @@ def read_image(image: Any, name: str = "images", *, input_data_format: Any = Non
     raise TypeError(f"Expected `{name}` to hold {KINDS}, got {type_name(image)}.")
 
 
-def read_images(images: list[Any], image_processor: Any, kwargs: dict[str, Any]) -> list[Any]:
+def read_images(images: list[Any], image_processor: object, kwargs: dict[str, Any]) -> list[Any]:
     """Returns upright RGB images for a call of an image processor with `kwargs`.
 
     Changes `kwargs`: `return_tensors` is removed, and `input_data_format` is set to that of the returned images.
@@ -117,7 +148,7 @@ def _check_resized(pictures: list[Any], image_processor: Any, kwargs: dict[str, 
             )
 
 
-def upright(image: Any) -> Any:
+def upright(image: Shown) -> Shown:
     """Returns the image, rotated as its EXIF data say. Its channels stay.
 
     Pillow's `exif_transpose` also writes the EXIF data again, which fails if a part of them is broken. A viewer shows
@@ -125,14 +156,15 @@ def upright(image: Any) -> Any:
     """
     if not is_pil(image):
         return image
-    image.load()
+    picture: Any = image
+    picture.load()
     try:
-        method = TURNS.get(image.getexif().get(ORIENTATION))
+        method = TURNS.get(picture.getexif().get(ORIENTATION))
     except Exception:  # Broken EXIF data are ignored. Pillow raises errors of many kinds for them.
         method = None
     if method is None:
-        return image
-    turned = image.transpose(method)
+        return picture
+    turned = picture.transpose(method)
     # Without these data, no later code rotates the image a second time.
     for name in ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"):
         turned.info.pop(name, None)
@@ -152,7 +184,11 @@ def _check_unit_range(image: Any) -> None:
     )
 
 
-def read_frames(video: Any, num_frames: int | None = None, fps: float | None = None) -> list[Any]:
+def read_frames(
+    video: str | Path | np.ndarray | torch.Tensor | Sequence[Any],
+    num_frames: int | None = None,
+    fps: float | None = None,
+) -> list[Any]:
     """Returns the frames of a video as images.
 
     Args:
@@ -218,9 +254,10 @@ def _frames_of_file(video: str | Path, num_frames: int | None, fps: float | None
         raise ValueError(f"`videos` holds {_short(video)}, which cannot be read as a video: {why}") from error
 
 
-def frames_to_read(metadata: Any, num_frames: int | None, fps: float | None) -> np.ndarray:
+def frames_to_read(metadata: VideoMetadata, num_frames: int | None, fps: float | None) -> np.ndarray:
     """Returns the indices of the frames to read from a video file, evenly spaced. No frame is decoded before."""
-    total, rate = metadata.total_num_frames, metadata.fps
+    total = metadata.total_num_frames
+    rate: Any = metadata.fps  # no number, if the file does not say it
     if total < 1:
         raise ValueError("it has no frames.")
     if fps is not None and not (fps > 0 and rate and rate > 0):

@@ -14,7 +14,7 @@ from .image_reading import is_array, is_pil, read_frames
 OF_VIDEOS = ("num_frames", "fps", "do_sample_frames")
 
 
-def read_texts(text: Any, images: Any) -> list[str]:
+def read_texts(text: object, images: object) -> list[str]:
     """Returns the argument `text` of a processor as a list. Raises a `TypeError` for anything but texts.
 
     `images` is only used for the error: if it holds texts, the two arguments were probably swapped.
@@ -32,7 +32,7 @@ def read_texts(text: Any, images: Any) -> list[str]:
 
 
 def read_samples(
-    images: Any, videos: Any, texts: list[str] | None, one_text: bool, kwargs: dict[str, Any]
+    images: object, videos: object, texts: list[str] | None, one_text: bool, kwargs: dict[str, Any]
 ) -> list[list[Any]]:
     """Returns a list for each text, with the images of the text, followed by the frames of its videos.
 
@@ -42,6 +42,7 @@ def read_samples(
         one_text (`bool`): whether the processor was called with one text and not with a list.
         kwargs (`dict`): options that choose the frames of a video.
     """
+    given: Any = videos
     options = {name: kwargs.get(name) for name in OF_VIDEOS if name != "do_sample_frames"}
     if kwargs.get("do_sample_frames") is False:  # The video only holds the chosen frames already.
         options = {}
@@ -50,7 +51,7 @@ def read_samples(
     if one_text:
         entries = [videos]
     elif isinstance(videos, (list, tuple)) or getattr(videos, "ndim", None) == 5:
-        entries = list(videos)
+        entries = list(given)
     else:
         raise ValueError(
             "Expected `videos` to be a list with one entry for each text (a video, a list of videos, None or []), got "

@@ -20,8 +20,10 @@ from ..maps.attention_maps import AttentionMaps
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase
 
     from ..modeling_xattn import XAttnForConditionalGeneration
+    from ..processing.chat_templates import Processor
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +39,7 @@ class Answer:
         """Number of images in the question and in all messages before it."""
         return sum(isinstance(message["content"], list) and len(message["content"]) - 1 for message in self.asked)
 
-    def words(self, tokenizer: Any) -> list[Word]:
+    def words(self, tokenizer: PreTrainedTokenizerBase) -> list[Word]:
         """Returns the words of the answer. Their tokens are indices into `ids`."""
         return words_of(self.ids.tolist(), tokenizer)
 
@@ -230,7 +232,9 @@ def question(text: str, images: list[Image] | None) -> dict[str, Any]:
     return {"role": "user", "content": parts}
 
 
-def chat_inputs(model: Any, processor: Any, messages: list[Any], **variables: Any) -> tuple[dict[str, Any], float]:
+def chat_inputs(
+    model: XAttnForConditionalGeneration, processor: Processor, messages: list[Any], **variables: Any
+) -> tuple[dict[str, Any], float]:
     """Prepares the inputs of the model for a chat.
 
     Args:
@@ -241,7 +245,7 @@ def chat_inputs(model: Any, processor: Any, messages: list[Any], **variables: An
         The inputs on the device of the model, and the number of tokens that an answer may have. The number is infinity
         if the model does not limit it.
     """
-    made = processor.apply_chat_template(
+    made: Any = processor.apply_chat_template(
         messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt", **variables
     )
     inputs = {name: value.to(model.device) for name, value in made.items() if name != "token_type_ids"}

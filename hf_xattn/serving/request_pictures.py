@@ -30,7 +30,7 @@ MOST_REDIRECTS = 5
 REDIRECTS = (301, 302, 303, 307, 308)
 
 
-async def open_pictures(pictures: Pictures, image_processor: Any, limits: ServerLimits) -> None:
+async def open_pictures(pictures: Pictures, image_processor: object, limits: ServerLimits) -> None:
     """Replaces the address of each image by the opened image, whose pixels are not decoded yet.
 
     Files are opened in threads, so that other requests do not wait.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -19,6 +19,10 @@ from ..utils.checkpoint_files import short
 from ..utils.tensor_checks import type_name
 from .request_limits import Refused, ServerLimits
 
+
+if TYPE_CHECKING:
+    from ..modeling_xattn import XAttnForConditionalGeneration
+    from ..processing.chat_templates import Processor
 
 MOST_STOPS, LONGEST_STOP = 16, 256  # number of stop strings, and characters of each of them
 MOST_BIASES = 300
@@ -64,7 +68,9 @@ class Asked:
     usage: bool  # whether a stream ends with the number of its tokens
 
 
-def read_request(body: dict[str, Any], name: str, model: Any, processor: Any, limits: ServerLimits) -> Asked:
+def read_request(
+    body: dict[str, Any], name: str, model: XAttnForConditionalGeneration, processor: Processor, limits: ServerLimits
+) -> Asked:
     """Reads the body of a request to the model `name`.
 
     Raises:

@@ -29,10 +29,11 @@ from .served_requests import Asked, read_request
 
 if TYPE_CHECKING:
     from ..modeling_xattn import XAttnForConditionalGeneration
+    from ..processing.chat_templates import Processor
 
 
 def build_app(
-    name: str, model: XAttnForConditionalGeneration, processor: Any, limits: ServerLimits | None = None
+    name: str, model: XAttnForConditionalGeneration, processor: Processor, limits: ServerLimits | None = None
 ) -> FastAPI:
     """Builds a server for a loaded model.
 

@@ -30,6 +30,7 @@ import gradio as gr
 
 if TYPE_CHECKING:
     from ..modeling_xattn import XAttnForConditionalGeneration
+    from ..processing.chat_templates import Processor
 
 MAX_REQUEST = MAX_BYTES + 2**16  # bytes of a request: an image and the rest of the request
 MAX_REQUESTS = 64  # requests whose bodies are in memory at the same time
@@ -44,7 +45,7 @@ READY: dict[str, Any] = {"submit_btn": True, "stop_btn": False}
 
 def build_page(
     model: XAttnForConditionalGeneration,
-    processor: Any,
+    processor: Processor,
     *,
     title: str = "hf_xattn",
     questions: list[str] | None = None,
@@ -216,13 +217,13 @@ class Layout:
             visitor.chosen = min(answer, len(visitor.session.answers) - 1), None
             return _words(visitor), None
 
-    def choose_word(self, layer: Any, event: gr.SelectData, request: gr.Request) -> tuple:
+    def choose_word(self, layer: int | str, event: gr.SelectData, request: gr.Request) -> tuple:
         with _telling():
             visitor = self.visitors.find(request.session_hash)
             visitor.chosen = visitor.chosen[0], event.index
         return self.look(layer, request)
 
-    def look(self, layer: Any, request: gr.Request) -> tuple:
+    def look(self, layer: int | str, request: gr.Request) -> tuple:
         """Shows the images with the attention of the chosen word laid over them."""
         with _telling():
             visitor = self.visitors.find(request.session_hash)

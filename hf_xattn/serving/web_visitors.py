@@ -21,6 +21,8 @@ from .chat_session import Answer, ChatSession
 
 
 if TYPE_CHECKING:
+    from transformers.image_processing_utils import BaseImageProcessor
+
     from ..modeling_xattn import XAttnForConditionalGeneration
 
 MAX_VISITORS = 256  # conversations that are kept
@@ -48,7 +50,10 @@ class Drawing(NamedTuple):
 
 
 def drawing_for(
-    image_processor: Any, canvas: tuple[int, int] | None = None, ink: str | None = None, paper: str | None = None
+    image_processor: BaseImageProcessor,
+    canvas: tuple[int, int] | None = None,
+    ink: str | None = None,
+    paper: str | None = None,
 ) -> Drawing:
     """Chooses a canvas. The arguments are those of [`build_page`].
 

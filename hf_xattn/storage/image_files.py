@@ -22,6 +22,7 @@ from ..cache.image_cache import ImageCache, empty_like, images_of
 from ..cache.image_layout import ImageLayout, rows_to
 from ..cache.states import States, concatenate, map_states
 from ..cache.xattn_cache import XAttnCache
+from ..images.image_encoder import ModelWithBlocks
 from ..utils.checkpoint_files import Stored, read_headers, short
 from ..utils.distributed import is_split
 from ..utils.tensor_checks import type_name
@@ -100,7 +101,7 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
     return ImageCache(empty_like(caches[0].self_attention_cache), combined)
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: ModelWithBlocks) -> None:
     heads, held = model.config.cross_attention_config.num_key_value_heads, model.blocks[0].attn.num_key_value_heads
     if held != heads:
         raise ValueError(
@@ -116,7 +117,7 @@ def _check_model(model: Any) -> None:
         )
 
 
-def save_image_cache(cache: XAttnCache, path: str | Path, model: Any) -> None:
+def save_image_cache(cache: XAttnCache, path: str | Path, model: ModelWithBlocks) -> None:
     """Writes encoded images to a safetensors file. The file is written completely or not at all.
 
     Args:
@@ -174,7 +175,7 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: Any) -> None:
         save_file(contiguous, str(file), {"format": FORMAT, "identity": identity, "images": json.dumps(facts)})
 
 
-def load_image_cache(path: str | Path, model: Any) -> ImageCache:
+def load_image_cache(path: str | Path, model: ModelWithBlocks) -> ImageCache:
     """Loads encoded images from a file, to the devices of the blocks. Images that were saved in int8 stay in int8.
 
     This function reads all weights that turn pixels into keys and values, and compares them with the weights that
@@ -237,7 +238,7 @@ def load_image_cache(path: str | Path, model: Any) -> ImageCache:
 
 
 def _cross_of_file(
-    file: Any, headers: dict[str, Stored], facts: dict[str, Any], model: Any, identity: str
+    file: Any, headers: dict[str, Stored], facts: dict[str, Any], model: ModelWithBlocks, identity: str
 ) -> CrossCache:
     """Checks and converts the content of a file. Shape and dtype of a tensor are checked before it is read."""
     block, sizes, unread = model.config.cross_attention_config, _sizes(facts["sizes"]), dict(headers)

@@ -134,8 +134,9 @@ def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return read
 
 
-def solved_layer(body: Any) -> Any:
+def solved_layer(body: XAttnModel) -> nn.Linear:
     """Returns the layer whose weights are solved: the last linear one. Only a position encoding may follow it."""
+    assert body.connector is not None
     return [layer for layer in body.connector.layers if isinstance(layer, nn.Linear)][-1]
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from ..decoders.decoder import find_decoder
 from ..processing.chat_messages import IMAGES, parts_of
 from ..processing_xattn import XAttnProcessor
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PENALTY = 1.0
 WORD = re.compile(r"\w+(?:['’-]\w+)*")
@@ -283,7 +286,7 @@ def states_in_front(
 
 def word_states(
     text_model: PreTrainedModel,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     layer: int,
     words: Sequence[str],
     prompts: Sequence[str],

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from os.path import commonprefix
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers.utils import logging
 
@@ -19,6 +19,9 @@ from ..data.rows import text_of, with_text
 from ..processing_xattn import XAttnProcessor
 from ..utils.tensor_checks import type_name
 
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 logger = logging.get_logger(__name__)
 
@@ -30,7 +33,7 @@ Messages = list[dict[str, Any]]
 Render = Callable[..., str]
 
 
-def check_processor(processor: Any) -> None:
+def check_processor(processor: object) -> None:
     """Raises a `TypeError` for another kind of processor, and a `ValueError` for a tokenizer that gives no offsets."""
     if not isinstance(processor, XAttnProcessor):
         raise TypeError(f"Expected `processor` to be an XAttnProcessor, got {type_name(processor)}.")
@@ -100,7 +103,7 @@ def find_answers(
     return text, spans
 
 
-def ends_of_turns(generation: Any, processor: Any) -> list[int]:
+def ends_of_turns(generation: GenerationConfig, processor: XAttnProcessor) -> list[int]:
     """Returns the tokens that end an answer of `generate`.
 
     These are the tokens of the generation configuration and, if the chat template ends an answer with a special token,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from tqdm.auto import tqdm
@@ -19,6 +19,9 @@ from ..data.loading import Rows
 from ..data.pictures import picture_parts, what_is_wrong
 from .launch import is_first_process
 
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
 MAX_PROBLEMS = 20
@@ -148,7 +151,7 @@ class RowReader:
             batch = self.read([Place(rows, place % len(rows))])
         raise BadRowError(f"Expected a good row in {SUBSTITUTES} rows, got none.")
 
-    def read(self, places: Sequence[Place]) -> Any:
+    def read(self, places: Sequence[Place]) -> dict[str, torch.Tensor] | None:
         """Returns the batch of the good rows, or None if all rows are bad."""
         return self._collated([row for place in places if (row := self._read(place)) is not None])
 
@@ -183,7 +186,7 @@ class RowReader:
                 raise
             return self.batch_of(good) if good else None
 
-    def batch_of(self, read: Sequence[tuple[Place, dict[str, Any]]]) -> Any:
+    def batch_of(self, read: Sequence[tuple[Place, dict[str, Any]]]) -> dict[str, torch.Tensor]:
         """Collates rows that were read."""
         return self.collate([row for _, row in read])
 
@@ -236,5 +239,5 @@ class StopsAtLimit(TrainerCallback):
     def __init__(self, file: BadRowsFile, rows: int):
         self.file, self.rows = file, rows
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.file.check(self.rows)

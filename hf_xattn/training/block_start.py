@@ -28,7 +28,9 @@ from torch import nn
 from ..configuration_xattn import CrossAttentionConfig
 from ..data.rows import read_row, text_of
 from ..layers.block import GatedCrossAttentionBlock
+from ..modeling_xattn import XAttnModel
 from ..parts.grid_code import GridCode, code_directions
+from ..processing_xattn import XAttnProcessor
 from ..utils.architectures import text_num_hidden_layers
 from .alignment_words import WORD, CannotAlign, RidgeSums, rendered, states_in_front
 
@@ -47,7 +49,7 @@ MOST_TOKENS = 512  # a longer text is cut
 NO_WORD = -1
 
 
-def check_fresh(body: Any) -> None:
+def check_fresh(body: XAttnModel) -> None:
     """Raises [`CannotAlign`] for blocks with a position encoding, and for trained blocks, which would be lost."""
     for block in body.blocks:
         if block.config.position != "none":
@@ -64,7 +66,12 @@ def check_fresh(body: Any) -> None:
 
 @torch.no_grad()
 def start_blocks(
-    body: Any, processor: Any, rows: Sequence[Any], words: Sequence[str], states: torch.Tensor, shares: torch.Tensor
+    body: XAttnModel,
+    processor: XAttnProcessor,
+    rows: Sequence[Any],
+    words: Sequence[str],
+    states: torch.Tensor,
+    shares: torch.Tensor,
 ) -> None:
     """Writes the projections of queries, keys and values. A block behind the last layer is left as it is.
 
@@ -78,6 +85,7 @@ def start_blocks(
     depth = text_num_hidden_layers(body.config.text_config)
     blocks = [pair for pair in zip(body.blocks, body.config.cross_attention_layers) if pair[1] < depth]
     config = body.config.cross_attention_config
+    assert body.connector is not None
     has_places = any(isinstance(layer, GridCode) for layer in body.connector.layers)
     code = code_directions(config.context_size, config.head_dim) if has_places else states[:0]
     components = torch.linalg.eigh(states.double().T @ states.double()).eigenvectors.T.flip(0).float()

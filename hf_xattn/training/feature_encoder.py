@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from ..checkpoints.model_identity import tower_identity
 from ..data.loading import Rows
 from ..data.pictures import digest_of, picture_of, picture_parts
+from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
 from ..utils.whole_folder import replace_file
 from .freezing import body_of
@@ -39,7 +40,7 @@ class EncodedPictures(NamedTuple):
 
 @torch.no_grad()
 def encode_pictures(
-    model: Any,
+    model: XAttnModel | XAttnForConditionalGeneration,
     processor: XAttnProcessor,
     rows: Rows,
     folder: str | Path,

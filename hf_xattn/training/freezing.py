@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -22,7 +22,11 @@ from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..utils.tensor_checks import is_packed, is_quantized, plain_tensors, shape_before, untrainable
 
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 Seeing = TypeVar("Seeing", bound=XAttnModel | XAttnForConditionalGeneration)
+Trained = TypeVar("Trained", bound="XAttnModel | XAttnForConditionalGeneration | PeftModel")
 REMEDIES = {
     "text": "Leave it frozen (`text=True`) and train an adapter on it (LoRA, see `hf_xattn.lora_targets`).",
     "vision": "Load the tower without `quantization_config`, or leave it frozen: `freeze(model, vision=True)`.",
@@ -104,7 +108,7 @@ def _choose(model: Any, names: Mapping[str, bool] | None, **frozen: bool) -> dic
     return {name: trains[id(weight)] for name, weight in model.named_parameters()}
 
 
-def body_of(model: Any) -> XAttnModel:
+def body_of(model: object) -> XAttnModel:
     """Returns the [`XAttnModel`] of a model, or raises a `TypeError`."""
     if isinstance(model, XAttnForConditionalGeneration):
         return model.model
@@ -116,18 +120,20 @@ def body_of(model: Any) -> XAttnModel:
     )
 
 
-def part_weights(model: Any) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
+def part_weights(
+    model: XAttnModel | XAttnForConditionalGeneration | PeftModel,
+) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
     """Yields the part, the name, the weight and the owning module of each parameter. The model may be inside PEFT's
     wrapper.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    body = body_of(inner)
+    given: Any = model
+    body = body_of(given.get_base_model() if hasattr(model, "get_base_model") else model)
     owners = {id(weight): each for each in body.modules() for weight in each._parameters.values()}
     for name, weight in body.named_parameters():
         yield part_of(name), name, weight, owners[id(weight)]
 
 
-def training_table(model: XAttnModel | XAttnForConditionalGeneration) -> str:
+def training_table(model: XAttnModel | XAttnForConditionalGeneration | PeftModel) -> str:
     """Returns a table of what trains: the parameters of each part, how many of them train, and the memory they need.
 
     The column `weights` has the bytes of all weights, `gradients` those of the gradients, and `AdamW` those of the two
@@ -307,7 +313,7 @@ def _linear_layers(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def parameter_groups(
-    model: XAttnModel | XAttnForConditionalGeneration,
+    model: XAttnModel | XAttnForConditionalGeneration | PeftModel,
     learning_rate: float | Mapping[str, float],
     weight_decay: float | Mapping[str, float] = 0.0,
     include_frozen: bool = False,
@@ -399,7 +405,7 @@ def _by_part(argument: str, given: Any) -> dict[str, float]:
     return rates
 
 
-def train_in_float32(model: Seeing) -> Seeing:
+def train_in_float32(model: Trained) -> Trained:
     """Converts the weights that train from half precision to float32. Frozen weights keep their dtype.
 
     In half precision, small updates are lost (see `learning/frozen.py`). Blocks and connector in float32 work without

@@ -60,7 +60,7 @@ NEUTRAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b
 TextRow = dict[str, Any]  # `messages`: a prompt, and the text model's answer
 
 
-def beside(row: Mapping[str, Any], picture: Any) -> dict[str, Any]:
+def beside(row: Mapping[str, Any], picture: Path | bytes) -> dict[str, Any]:
     """Returns the row with an image, which the collator puts in front of the first user message."""
     return {**row, "images": [picture]}
 
@@ -122,7 +122,7 @@ class DistillingCollator:
         batch[DISTILLED] = torch.tensor(given)
         return {**batch, **{f"{TEACHER}{name}": tensor for name, tensor in teacher.items()}}
 
-    def error_of(self, picture: Any) -> Exception | None:
+    def error_of(self, picture: Path | bytes) -> Exception | None:
         """Returns the error of an image that cannot be used for text rows, or None."""
         try:
             self.collate([beside({"messages": NEUTRAL}, picture)])
@@ -142,7 +142,7 @@ class DistillingReader(RowReader):
         self.distilling = DistillingCollator(collate)
         self._has_picture: dict[int, bool] = {}  # by the place in the run
 
-    def batch_of(self, read: Sequence[tuple[Place, dict[str, Any]]]) -> Any:
+    def batch_of(self, read: Sequence[tuple[Place, dict[str, Any]]]) -> dict[str, torch.Tensor]:
         while True:
             chosen = [self._picture_for(place, row) for place, row in read]
             pictures = [None if each is None else picture_of(picture_parts(each[1])[0]) for each in chosen]
@@ -218,7 +218,7 @@ def text_rows(
     processor: XAttnProcessor,
     prompts: Sequence[str],
     collate: DistillingCollator,
-    picture: Any,
+    picture: Path | bytes | None,
     folder: Path,
     device: torch.device,
 ) -> list[TextRow]:

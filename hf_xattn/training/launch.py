@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ..utils.tensor_checks import is_quantized
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Made = TypeVar("Made")
 
@@ -35,27 +38,28 @@ def gpus_of_a_process(device: str) -> int:
     return max(1, torch.cuda.device_count()) if alone else 1
 
 
-def say(text: Any) -> None:
+def say(text: object) -> None:
     """Prints a text, in the first process only."""
     if is_first_process():
         print(text, flush=True)
 
 
-def on_device(model: Any, device: torch.device, function: Callable[[], Made]) -> Made:
+def on_device(model: PreTrainedModel, device: torch.device, function: Callable[[], Made]) -> Made:
     """Calls a function while a model is on a device, and moves the model back afterwards.
 
     If the model does not fit into the memory of the device, the function is called where the model is. A model with
     quantized weights is not moved.
     """
+    moved: Any = model  # mypy does not know that `model.to` takes a device
     home = model.device
     if home.type != "cpu" or device.type == "cpu" or any(map(is_quantized, model.parameters())):
         return function()
     try:
-        model.to(device)
+        moved.to(device)
         return function()
     except torch.OutOfMemoryError:  # for example if the run trains the model in shards
         say(f"The model does not fit into the memory of {device}, so this runs on the CPU.")
-        model.to(home)
+        moved.to(home)
         return function()
     finally:
-        model.to(home)
+        moved.to(home)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -19,6 +20,9 @@ from ..decoders.loss import IGNORED
 from ..modeling_xattn import XAttnForConditionalGeneration
 from .freezing import body_of
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
 logger = logging.get_logger(__name__)
 
@@ -35,7 +39,7 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def keeps_logits(text_model: Any) -> bool:
+def keeps_logits(text_model: PreTrainedModel) -> bool:
     """Whether a text model can compute logits at chosen positions only."""
     return "logits_to_keep" in inspect.signature(text_model.forward).parameters
 
@@ -225,10 +229,24 @@ class PictureUseCallback(TrainerCallback):
         self.last: PictureUse | None = None
         self._measured_at = -1
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._measure(args, state, model)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._measure(args, state, model)
         if self.last is None:
             return

@@ -15,6 +15,7 @@ from ..data.forms import CAPTION_PROMPT
 from ..data.loading import Rows, Shuffled, load_rows, load_rows_once
 from ..data.pictures import digest_of, picture_of, picture_parts
 from .bad_rows import BadRowsFile, Collate, Places, Problem, RowReader, find_problems, list_problems
+from .collator import XAttnDataCollator
 from .kept_text import (
     PROMPTS,
     TURNED_OFF,
@@ -138,7 +139,7 @@ class RunData:
             rows = rows.split([problem.row for problem in problems])[0]
         return rows
 
-    def reader(self, collate: Any) -> RowReader:
+    def reader(self, collate: XAttnDataCollator) -> RowReader:
         skips = self.options.bad_rows == SKIP
         kind = RowReader if self.options.weight_of_text is None else DistillingReader
         return kind(collate, self.bad_rows().add if skips else None)
@@ -216,7 +217,7 @@ class RunData:
             return collate
         return lambda rows: distilling(rows, [None if picture_parts(row) else some for row in rows])
 
-    def some_picture(self, distilling: DistillingCollator) -> Any:
+    def some_picture(self, distilling: DistillingCollator) -> Path | bytes | None:
         """Returns an image of the data that can be used for text rows, or None if none of those tried can be used."""
         parts = (part for index in _some(self.rows, STREAM_ROWS) for part in _pictures_of(self.rows, index) or [])
         tried = islice(map(picture_of, parts), MOST_TRIED)

@@ -15,6 +15,8 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..checkpoints.model_card import is_fresh
 from ..data.loading import Rows
+from ..modeling_xattn import XAttnForConditionalGeneration
+from ..processing_xattn import XAttnProcessor
 from .alignment import align_connector
 from .alignment_words import CannotAlign
 from .freezing import body_of, starts_at_zero
@@ -46,7 +48,13 @@ def rates_of(start: str, options: TrainingOptions) -> Rates:
     return Rates(rate if given[0] is None else given[0], share if given[1] is None else given[1])
 
 
-def start(model: Any, processor: Any, rows: Rows | None, device: torch.device, asked: bool = False) -> str:
+def start(
+    model: XAttnForConditionalGeneration,
+    processor: XAttnProcessor,
+    rows: Rows | None,
+    device: torch.device,
+    asked: bool = False,
+) -> str:
     """Starts the connector and the blocks of a fresh model from the words of rows.
 
     The first process computes the start and sends the weights to the others.

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
 
 from ..decoders.loss import IGNORED
 from .freezing import starts_at_zero
@@ -95,7 +96,7 @@ class RunTrainer(Trainer):
         small = {name for name, weight in model.named_parameters() if weight.dim() < 2}
         return [name for name in super().get_decay_parameter_names(model) if name not in small]
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
@@ -113,8 +114,12 @@ class RunTrainer(Trainer):
         return optimizer
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         if self.distill_text is None or not model.training:
             return super().compute_loss(model, self._at_labels(inputs), return_outputs, num_items_in_batch)
         inputs = dict(inputs)
@@ -160,7 +165,9 @@ class RunTrainer(Trainer):
             mask = torch.ones_like(texts)
         return None if texts is None else model(input_ids=texts, attention_mask=mask, return_dict=True)["logits"]
 
-    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         labels = inputs["labels"]
         count, rows = (shifted(labels) != IGNORED).sum(), labels.shape[0]
         made: Any = super().prediction_step(model, inputs, *args, **kwargs)
@@ -169,7 +176,7 @@ class RunTrainer(Trainer):
         self._of_rows.append(self.accelerator.gather_for_metrics(of_a_row.expand(rows, 2).contiguous()).double().cpu())
         return made
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
         """Evaluates as transformers does, but the loss is a mean over labels, as in training.
 
         transformers' mean over batches would depend on the batch size.
@@ -181,7 +188,7 @@ class RunTrainer(Trainer):
         output.metrics[f"{metric_key_prefix}_loss"] = total / count if count else math.nan
         return output
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, torch.Tensor | int | None]:
         start = time.perf_counter()
         if not self._since:
             self._since, self._step_then = start, self.state.global_step

@@ -64,7 +64,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     saved = options.saved(data.fingerprints())
     earlier = check_resumed(options.output, saved) if resume else {}
     saved |= {name: earlier[name] for name in (KEPT, START) if name in earlier}
-    hub = {"trust_remote_code": options.trust_remote_code}
+    hub: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
     processor = _processor(options.model, **hub)
     features = None if options.features is None else VisionFeatures.before_weights(options.features)
     collate = XAttnDataCollator(processor, max_length=options.max_length, padding_side="right", features=features)

@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,12 +23,16 @@ from safetensors import SafetensorError, safe_open
 from ..checkpoints.model_identity import tower_identity
 from ..data.pictures import digest_of
 from ..images.tower import run_tower
+from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..parts.tiles import Tiles
 from ..processing.samples import lay_out
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
 from ..utils.tensor_checks import type_name
 from .freezing import body_of
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FORMAT = "hf_xattn vision features 1"
 SHARDS = "features-*.safetensors"  # complete shards; a shard has another name while it is written
@@ -46,7 +50,7 @@ class Maker(NamedTuple):
     dtype: str
 
 
-def tower_of(model: Any) -> Any:
+def tower_of(model: XAttnModel | XAttnForConditionalGeneration) -> PreTrainedModel:
     """Returns the vision tower of a model. Raises a `ValueError` for a model without one, or with a sharded one."""
     body = body_of(model)
     if body.vision_tower is None:
@@ -160,7 +164,7 @@ class VisionFeatures:
             )
         self.maker = next(iter(makers))
 
-    def check_tower(self, model: Any) -> None:
+    def check_tower(self, model: XAttnModel | XAttnForConditionalGeneration) -> None:
         """Raises a `ValueError` if another vision tower has made these features. Reads all weights of the tower."""
         tower = tower_of(model)
         identity = tower_identity(model.config, tower)
@@ -274,7 +278,7 @@ class VisionFeatures:
         )
 
 
-def tower_output(body: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Tiles | None]:
+def tower_output(body: XAttnModel, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Tiles | None]:
     """Returns the output of the tower of an [`XAttnModel`] for images, and their tiles.
 
     The tower does not run if the inputs hold `vision_features`, which are its stored outputs.
@@ -286,12 +290,14 @@ def tower_output(body: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.T
         The output `(images, tokens, width)`, or `(images, 1, tiles, tokens, width)` with tiles. The tiles are None if
         the tower has none.
     """
-    inputs = {name: value.to(body.vision_tower.device) for name, value in inputs.items()}
+    tower = body.vision_tower
+    assert tower is not None
+    inputs = {name: value.to(tower.device) for name, value in inputs.items()}
     tiles = Tiles(*(inputs[name] for name in TILE_INPUTS)) if TILE_INPUTS[0] in inputs else None
     if "vision_features" in inputs:  # `VisionFeatures.reader` has looked them up
         output = inputs["vision_features"]
         return (output[:, 0] if tiles is None else output), tiles
-    output = run_tower(body.vision_tower, inputs["pixel_values"], tiles, body.config.vision_feature_layer)[0]
+    output = run_tower(tower, inputs["pixel_values"], tiles, body.config.vision_feature_layer)[0]
     if tiles is None and output.dim() == 4:  # convolutional towers: (images, channels, height, width)
         output = output.flatten(2).transpose(1, 2)
     return output, tiles

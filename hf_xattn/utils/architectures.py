@@ -8,7 +8,6 @@ builds a small model of each architecture.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -206,7 +205,7 @@ def layers_width(vision_config: PreTrainedConfig | None) -> int | None:
     return size if isinstance(size, int) and not getattr(vision_config, "hidden_sizes", None) else None
 
 
-def vision_feature_size(config: Any) -> int:
+def vision_feature_size(config: PreTrainedConfig) -> int:
     """Returns the width of the features that the connector of an [`XAttnConfig`] reads."""
     layers = config.vision_feature_layer
     width = config.vision_hidden_size or vision_hidden_size(config.vision_config)

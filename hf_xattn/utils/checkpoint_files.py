@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers.utils import logging
 
 
@@ -65,7 +66,7 @@ def check_inside(folder: Path, path: Path) -> None:
         )
 
 
-def check_name(name: Any, where: str) -> str:
+def check_name(name: object, where: str) -> str:
     """Returns `name`. Raises a `ValueError` if it is not the name of a file in a folder. `where` names its source."""
     if isinstance(name, str) and name and "\\" not in name and "\0" not in name:
         path = PurePosixPath(name)
@@ -74,7 +75,7 @@ def check_name(name: Any, where: str) -> str:
     raise ValueError(f"{where} names {short(name)}, which is not a file in the folder.")
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """Returns a value as a text for a message. Of a long text, only the beginning is returned."""
     try:
         text = repr(value)
@@ -263,7 +264,7 @@ class NotesWhatIsMissing:
         self._lacking = missing, set(loading_info.unexpected_keys)
 
 
-def check_class(model_class: type, architectures: Any, source: Any, ours: Iterable[str]) -> None:
+def check_class(model_class: type, architectures: object, source: object, ours: Iterable[str]) -> None:
     """Raises a `ValueError` if a class of the user's own has saved a checkpoint, and another class would load it.
 
     Args:
@@ -282,7 +283,7 @@ def check_class(model_class: type, architectures: Any, source: Any, ours: Iterab
         )
 
 
-def check_complete(model: Any, source: Any, allowed: bool = False) -> None:
+def check_complete(model: nn.Module, source: object, allowed: bool = False) -> None:
     """Raises a `ValueError` if a loaded model ([`NotesWhatIsMissing`]) did not get all of its weights.
 
     With `allowed`, the argument `allow_missing_weights` of the caller, it warns in place of the error.
@@ -299,7 +300,7 @@ def check_complete(model: Any, source: Any, allowed: bool = False) -> None:
     logger.warning(f"{what} These weights have first values, most of them random.")
 
 
-def incomplete(source: Any, missing: Collection[str], unexpected: Collection[str]) -> str:
+def incomplete(source: object, missing: Collection[str], unexpected: Collection[str]) -> str:
     """Returns the message for a checkpoint that lacks weights."""
     what = f"{source} is not complete: {len(missing)} weights are missing, {_first(missing)}."
     if unexpected:

@@ -12,7 +12,8 @@ import dataclasses
 import math
 import os
 import re
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from huggingface_hub.dataclasses import as_validated_field
 from transformers import GenerationConfig, PreTrainedConfig
@@ -26,7 +27,12 @@ from .stub import NamesItsStub, references, write_stub
 from .transformers_api import DeclaresParts
 
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 logger = logging.get_logger(__name__)
+
+Made = TypeVar("Made", bound="CheckedConfig")
 
 # Keywords that `PreTrainedConfig` accepts in addition to its fields.
 GENERIC = frozenset(
@@ -67,7 +73,7 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> Any:
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> Self:
         """Builds a configuration as `PreTrainedConfig.from_dict` does.
 
         That method sets some fields after the checks, so the checks run once more. Unknown attributes of a file are
@@ -131,7 +137,7 @@ def check_names(config_class: type[PreTrainedConfig], kwargs: dict[str, Any]) ->
             _warn_of_unknown(config_class, name)
 
 
-def config_of_fields(argument: str, config_class: type[CheckedConfig], fields: dict[str, Any]) -> Any:
+def config_of_fields(argument: str, config_class: type[Made], fields: dict[str, Any]) -> Made:
     """Returns a configuration from a `dict`, which `to_dict` has made (then it has `model_type`) or a user has written.
 
     Raises:
@@ -180,7 +186,7 @@ def check_buckets(num_buckets: int, max_distance: int) -> None:
         )
 
 
-def check_features(config: Any) -> None:
+def check_features(config: PreTrainedConfig) -> None:
     """Raises a `ValueError` if the fields ask for features that the vision tower does not have: those of layers, or
     those without a class token.
     """
@@ -223,7 +229,7 @@ def _check_drops_class_token(strategy: str, vision_config: Any) -> None:
         )
 
 
-def check_token_id(field: str, value: Any, vocab_size: int | None) -> None:
+def check_token_id(field: str, value: int | None, vocab_size: int | None) -> None:
     """Raises a `ValueError` for a value that is neither an id of the text vocabulary nor None."""
     if value is None:
         return
@@ -231,7 +237,7 @@ def check_token_id(field: str, value: Any, vocab_size: int | None) -> None:
         raise ValueError(f"`{field}` must be an id of the text vocabulary of {vocab_size} entries, got {value}.")
 
 
-def check_parts(name: str, value: Any, parts: dict[str, Any]) -> None:
+def check_parts(name: str, value: object, parts: dict[str, Any]) -> None:
     """Raises a `ValueError` if a `dict`, such as `attn_implementation`, has a key that is no part of the model."""
     for key in value if isinstance(value, dict) else ():
         if key and key not in parts:
@@ -246,7 +252,7 @@ def every_nth_layer(every: int, num_layers: int) -> list[int]:
     return list(range(step - 1, num_layers, step))
 
 
-def check_layers(layers: Any, num_layers: int) -> list[int]:
+def check_layers(layers: Iterable[int], num_layers: int) -> list[int]:
     """Checks layer indices and returns them sorted. A repeated index stands for several blocks at one layer."""
     layers = list(layers)
     if not layers:
@@ -260,7 +266,9 @@ def check_layers(layers: Any, num_layers: int) -> list[int]:
     return sorted(layers)
 
 
-def check_fields(fields: Any, where: str, config_class: type[PreTrainedConfig] = PreTrainedConfig) -> None:
+def check_fields(
+    fields: Mapping[str, Any], where: str, config_class: type[PreTrainedConfig] = PreTrainedConfig
+) -> None:
     """Checks the content of a configuration file, and of the configurations inside it, before transformers reads it.
 
     Args:
@@ -310,7 +318,7 @@ def is_quantized(fields: dict[str, Any]) -> bool:
     )
 
 
-def check_layer_count(fields: Any, num_tensors: int, where: str) -> None:
+def check_layer_count(fields: object, num_tensors: int, where: str) -> None:
     """Raises a `ValueError` for a configuration with more layers than its checkpoint has weights."""
     if not isinstance(fields, dict):
         return

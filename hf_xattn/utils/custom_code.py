@@ -34,7 +34,7 @@ _trusted: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar
 
 
 @contextlib.contextmanager
-def trusting(checkpoint: Any, load_kwargs: dict[str, Any]) -> Iterator[None]:
+def trusting(checkpoint: object, load_kwargs: dict[str, Any]) -> Iterator[None]:
     """Context in which the code of a checkpoint may run, if `load_kwargs` hold `trust_remote_code=True`."""
     source = None
     if load_kwargs.get("trust_remote_code") is True:
@@ -46,7 +46,7 @@ def trusting(checkpoint: Any, load_kwargs: dict[str, Any]) -> Iterator[None]:
         _trusted.reset(token)
 
 
-def read_config(config: Any) -> Any:
+def read_config(config: PreTrainedConfig | dict[str, Any] | None) -> Any:
     """Returns the configuration of a part, also from a `dict`.
 
     If its class is custom code that may not run, the result is an [`UnreadConfig`].
@@ -91,7 +91,7 @@ def build_part(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
     return model_class._from_config(config)
 
 
-def read_parts(config: Any) -> None:
+def read_parts(config: PreTrainedConfig) -> None:
     """Registers the classes of connectors and gates that came with a checkpoint, if [`trusting`] allows their code.
 
     A class that the user has registered is kept.
@@ -109,7 +109,7 @@ def read_parts(config: Any) -> None:
             parts.register(name, get_class_from_dynamic_module(ref, **source))
 
 
-def save_parts_code(config: Any, folder: Path, with_code: bool) -> None:
+def save_parts_code(config: PreTrainedConfig, folder: Path, with_code: bool) -> None:
     """Copies the code of connectors and gates of the user's own into a folder, and notes it in the configuration.
 
     Args:
@@ -137,7 +137,8 @@ def save_parts_code(config: Any, folder: Path, with_code: bool) -> None:
             raise ValueError(f"Two parts of this model bring different files with the name {file.name}. Rename one.")
         made._auto_class = key
         folder.mkdir(parents=True, exist_ok=True)
-        custom_object_save(made.__new__(made), folder, config=config)
+        noted: Any = config  # transformers says that it takes a `dict`
+        custom_object_save(made.__new__(made), folder, config=noted)
 
 
 def _key_of(parts: Parts) -> str:

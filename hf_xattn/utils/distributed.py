@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -75,7 +76,7 @@ def compute_device(weight: torch.Tensor) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def gathered_weights(model: Any) -> dict[str, torch.Tensor] | None:
+def gathered_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """Gathers the weights of a sharded model (FSDP2, tensor parallelism) on the CPU of the first process.
 
     All processes must call this function.
@@ -106,13 +107,13 @@ def gathered_weights(model: Any) -> dict[str, torch.Tensor] | None:
     return weights
 
 
-def is_sharded_by_transformers(model: Any) -> bool:
+def is_sharded_by_transformers(model: PreTrainedModel) -> bool:
     """Whether the model was loaded with a `distributed_config`. transformers itself then gathers the weights."""
     return getattr(model.config, "distributed_config", None) is not None
 
 
 @contextlib.contextmanager
-def saved_by_one(model: Any) -> Iterator[None]:
+def saved_by_one(model: PreTrainedModel) -> Iterator[None]:
     """Context in which transformers writes the weights that it is given, and neither gathers weights nor waits for
     other processes.
     """

@@ -8,7 +8,10 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -20,7 +23,9 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.ExecutionLoader):
         files = (part.splitlines() for part in parts)
         self.texts = {name: "\n".join(line[2:] for line in lines) + "\n" for name, *lines in files}
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if not fullname.startswith(f"{__name__}."):
             return None
         if not self._name(fullname):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from .stub import PACKAGE
@@ -78,7 +79,7 @@ class Parts:
             )
         self._makers[name] = maker
 
-    def check(self, name: Any, options: Any) -> None:
+    def check(self, name: str, options: object) -> None:
         """Raises a `ValueError` for a name that is not registered, unless its code comes later, and for options beside
         a part of this package.
         """
@@ -113,7 +114,7 @@ class Parts:
             raise ValueError(self._unknown(name))
         return self._makers[name]
 
-    def make(self, name: str, config: Any) -> Any:
+    def make(self, name: str, config: PreTrainedConfig) -> Any:
         """Makes a part. The values that its constructor gives are marked, so that transformers keeps them."""
         part = self.maker(name)(config)
         if self.is_own(name):
@@ -123,7 +124,7 @@ class Parts:
                         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
         return part
 
-    def write_first_values(self, name: str, part: Any, module: nn.Module, config: Any) -> bool:
+    def write_first_values(self, name: str, part: object, module: nn.Module, config: PreTrainedConfig) -> bool:
         """Initialises weights of a user's part that a checkpoint lacks, with the values that the constructor gives.
 
         Args:
@@ -160,7 +161,7 @@ GATES = Parts("gate", "gate")
 POSITIONS = Parts("position", "position")
 
 
-def named_parts(config: Any) -> list[tuple[Parts, str]]:
+def named_parts(config: PreTrainedConfig) -> list[tuple[Parts, str]]:
     """Returns the names that an [`XAttnConfig`] chooses, each with the registered parts of its kind."""
     connector = [] if config.vision_config is None else [(CONNECTORS, config.connector_type)]
     block = config.cross_attention_config

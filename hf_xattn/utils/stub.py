@@ -103,7 +103,7 @@ class NamesItsStub:
     """Mixin for the configurations, models and processors of this package, which all save a stub."""
 
     @classmethod
-    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+    def register_for_auto_class(cls, auto_class: str | type | None = None) -> None:
         """As in transformers, which then saves the code of a class. It does nothing for classes of this package, which
         save the stub.
         """

@@ -4,8 +4,6 @@ because this waits for a GPU.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -14,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 INTEGERS = (torch.int64, torch.int32)  # the dtypes that an embedding takes
 
 
-def check_tensor(name: str, value: Any) -> None:
+def check_tensor(name: str, value: object) -> None:
     """Raises a `TypeError` for anything but a tensor, such as a list, an array or an image."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(
@@ -35,7 +33,7 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def type_name(value: Any) -> str:
+def type_name(value: object) -> str:
     """Returns the name of a value's type for a message: `list`, `numpy.ndarray`, `PIL.Image.Image`, ..."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

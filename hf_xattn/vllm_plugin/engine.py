@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
@@ -22,6 +22,9 @@ from .mllama import ARCHITECTURE as MLLAMA
 from .mllama import as_xattn
 from .served import check_served
 
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
 
 # The engine's `tokenizer_mode` for these models. It selects the class that renders chats.
 CHATS = "hf_xattn"
@@ -62,7 +65,7 @@ class XAttnEngineConfig(VerifyAndUpdateConfig):
     """Checks the options of the engine."""
 
     @staticmethod
-    def verify_and_update_model_config(model_config: Any) -> None:
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
         if model_config.tokenizer_mode not in ("auto", "hf", CHATS):
             raise ValueError(
                 f"Expected `tokenizer_mode='auto'`, the tokenizer of the folder, got {model_config.tokenizer_mode!r}."
@@ -70,7 +73,7 @@ class XAttnEngineConfig(VerifyAndUpdateConfig):
         model_config.tokenizer_mode = CHATS
 
     @staticmethod
-    def verify_and_update_config(vllm_config: Any) -> None:
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
         for option, reason in _refused_options(vllm_config):
             raise ValueError(f"hf_xattn does not serve models on vLLM with {option}: {reason}.")
         # A CUDA graph would fix which images the tokens see. Nothing was tried against this, because it needs a GPU.

@@ -8,7 +8,7 @@ image attends to all image tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import AutoConfig, MllamaConfig, MllamaProcessor
@@ -18,6 +18,9 @@ from ..configuration_xattn import XAttnConfig
 from ..importers.mllama import recipe
 from ..processing_xattn import XAttnProcessor
 
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 ARCHITECTURE = "MllamaForConditionalGeneration"
 
@@ -52,7 +55,7 @@ def as_saved(weights: Iterable[tuple[str, torch.Tensor]], config: XAttnConfig) -
             yield target.name, weight[target.rows]
 
 
-def processor_of(model_config: Any) -> XAttnProcessor:
+def processor_of(model_config: ModelConfig) -> XAttnProcessor:
     """Loads the processor of the folder that the engine serves. `model_config` is the engine's.
 
     It is the processor that one would use with `generate`.
@@ -66,6 +69,7 @@ def processor_of(model_config: Any) -> XAttnProcessor:
     return XAttnProcessor.from_pretrained(model_config.tokenizer, **options)
 
 
-def written_prompt(text: str, processor: Any) -> str:
+def written_prompt(text: str, processor: XAttnProcessor) -> str:
     """Returns a plain text as `MllamaProcessor` writes it: the BOS token comes after the markers at the beginning."""
-    return build_string_from_input(text, processor.tokenizer.bos_token, processor.image_token)
+    marker: Any = processor.image_token
+    return build_string_from_input(text, processor.tokenizer.bos_token, marker)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,10 @@ from .mllama import as_saved, is_mllama
 from .requests import XAttnDummyInputs, XAttnMultiModalProcessor, XAttnProcessingInfo
 from .served import DECODERS, check_served
 from .steps import Images, read_step, read_step_with_images, with_real
+
+
+if TYPE_CHECKING:
+    from vllm.sequence import IntermediateTensors
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -109,7 +113,7 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        intermediate_tensors: Any = None,
+        intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
         encoder_outputs: list[torch.Tensor] | None = None,
         **kwargs: Any,

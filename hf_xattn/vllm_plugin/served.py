@@ -7,11 +7,12 @@ before it is added to that table. This file does not import vLLM.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
 from ..configuration_xattn import XAttnConfig
+from ..processing_xattn import XAttnProcessor
 from ..utils.parts import named_parts
 
 
@@ -71,7 +72,7 @@ def check_served(config: PreTrainedConfig) -> None:
         raise ValueError(f"hf_xattn does not serve this model on vLLM, because of {reason}. `hf-xattn serve` does.")
 
 
-def check_markers(processor: Any, tokens: list[int], num_images: int) -> None:
+def check_markers(processor: XAttnProcessor, tokens: list[int], num_images: int) -> None:
     """Raises a `ValueError` if a prompt does not have one marker for each image, where the processor has markers."""
     if processor.image_token is None:
         return

@@ -20,6 +20,8 @@ from ...evaluation.evaluation import inputs_of
 from ...evaluation.questions import Question
 from ...maps.answer_maps import Word, lit, words_of
 from ...maps.attention_maps import AttentionMaps, attention_maps
+from ...modeling_xattn import XAttnForConditionalGeneration
+from ...processing.chat_templates import Processor
 from ...processing.image_reading import read_image
 
 
@@ -66,7 +68,13 @@ def chosen(questions: Sequence[Question]) -> list[Question]:
     return turns[: COLUMNS * ROWS]
 
 
-def draw_questions(path: Path, model: Any, processor: Any, questions: Sequence[Question], max_new_tokens: int) -> None:
+def draw_questions(
+    path: Path,
+    model: XAttnForConditionalGeneration,
+    processor: Processor,
+    questions: Sequence[Question],
+    max_new_tokens: int,
+) -> None:
     """Draws the [`chosen`] questions. Right answers are green, and wrong answers are red."""
     sheet = Image.new("RGB", SIZE, "white")
     for index, question in enumerate(chosen(questions)):
@@ -75,15 +83,15 @@ def draw_questions(path: Path, model: Any, processor: Any, questions: Sequence[Q
     sheet.save(path, quality=85)
 
 
-def answer(model: Any, processor: Any, question: Question, max_new_tokens: int) -> Said:
+def answer(model: XAttnForConditionalGeneration, processor: Processor, question: Question, max_new_tokens: int) -> Said:
     """Asks a question, and measures the attention with which a word of the answer was chosen."""
     inputs = inputs_of(processor, [question.messages]).to(model.device)
     maps = attention_maps(model, inputs, max_new_tokens=max_new_tokens, do_sample=False)
     said = maps.tokens[0, maps.num_given :].tolist()
     word = decided_word(text_of(question.messages[-1]), words_of(said, processor.tokenizer))
     heat = None if word is None else _heat(maps, maps.num_given + word.tokens.start - 1)
-    text = processor.decode(said, skip_special_tokens=True).strip()
-    return Said(text, "" if word is None else word.text.strip(string.punctuation), heat, maps.pixels())
+    text: Any = processor.decode(said, skip_special_tokens=True)
+    return Said(text.strip(), "" if word is None else word.text.strip(string.punctuation), heat, maps.pixels())
 
 
 def decided_word(question: str, words: Sequence[Word]) -> Word | None:
