@@ -22,6 +22,7 @@ from .freezing import body_of
 
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -88,7 +89,7 @@ class PictureUse(NamedTuple):
 
 @torch.no_grad()
 def picture_use(
-    model: XAttnForConditionalGeneration,
+    model: XAttnForConditionalGeneration | PeftModel,
     rows: Sequence[Any],
     collate: Callable[[list[Any]], Mapping[str, Any]],
     *,
@@ -125,7 +126,9 @@ def picture_use(
     count = min(len(rows), most_rows)
     chosen = [number * len(rows) // count for number in range(count)] if count else []
     differences, sums = [], torch.zeros(3, dtype=torch.float64)  # own, another, labels
-    taken = {*inspect.signature(body_of(model).forward).parameters, "labels"}
+    body = body_of(model.get_base_model() if hasattr(model, "get_base_model") else model)  # PEFT's wrapper has it
+    taken = {*inspect.signature(body.forward).parameters, "labels"}
+    keeps = keeps_logits(body.text_model)
     was_training = model.training
     model.eval()
     try:
@@ -136,9 +139,10 @@ def picture_use(
             if others is None:
                 continue
             kept = (others >= 0).nonzero()[:, 0]
-            own, labels = _losses(model, batch)
+            own, labels = _losses(model, keeps, batch)
             images = [name for name in (*OF_IMAGES, *BESIDE_IMAGES) if name in batch]
-            another, _ = _losses(model, {**batch, **{name: batch[name][others.clamp(min=0)] for name in images}})
+            shown = {name: batch[name][others.clamp(min=0)] for name in images}
+            another, _ = _losses(model, keeps, {**batch, **shown})
             for row in kept.tolist():
                 if labels[row]:
                     differences.append(float(another[row] - own[row]))
@@ -177,10 +181,10 @@ def _others(batch: Mapping[str, Any]) -> torch.Tensor | None:
     return torch.tensor(found, device=images.device)
 
 
-def _losses(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _losses(model: Any, keeps: bool, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sum of the loss over the labels of each row `(rows,)`, and the number of these labels `(rows,)`."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    targets, kept = at_labels(batch["labels"], keeps_logits(body_of(model).text_model))
+    targets, kept = at_labels(batch["labels"], keeps)
     logits = model(**inputs, **kept, use_cache=False, return_dict=True)["logits"].float()
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
     return loss.sum(1), (targets != IGNORED).sum(1)

@@ -103,6 +103,15 @@ def test_the_losses(tmp_path):
     assert found.another == pytest.approx(float(sums[1] / sums[2]), rel=1e-4)
 
 
+def test_a_model_inside_the_wrapper_of_peft_is_measured_as_without_it():
+    peft = pytest.importorskip("peft")
+    processor = make_processor()
+    model, collate = make_chat_model(processor), XAttnDataCollator(processor)
+    bare = picture_use(model, coloured(), collate)
+    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=True)  # adds nothing before it is trained
+    assert picture_use(peft.get_peft_model(model, lora), coloured(), collate) == bare
+
+
 @pytest.mark.parametrize("data", [[], [row("yes.")] * 4, [row("yes.", picture(0))] * 4], ids=["none", "text", "same"])
 def test_nothing_to_compare(data, tmp_path):
     """A verdict on rows that cannot give one."""
