@@ -126,7 +126,8 @@ def picture_use(
     count = min(len(rows), most_rows)
     chosen = [number * len(rows) // count for number in range(count)] if count else []
     differences, sums = [], torch.zeros(3, dtype=torch.float64)  # own, another, labels
-    body = body_of(model.get_base_model() if hasattr(model, "get_base_model") else model)  # PEFT's wrapper has it
+    given: Any = model
+    body = body_of(given.get_base_model() if hasattr(model, "get_base_model") else model)  # PEFT's wrapper has it
     taken = {*inspect.signature(body.forward).parameters, "labels"}
     keeps = keeps_logits(body.text_model)
     was_training = model.training
