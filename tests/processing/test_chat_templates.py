@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jinja2 import Environment
 from jinja2.exceptions import TemplateError
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, SiglipImageProcessorPil
@@ -323,3 +324,12 @@ def test_a_start_token_in_some_texts():
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     ids = processor(text=["<s>hi", "hi"])["input_ids"]
     assert ids[0].tolist() == ids[1].tolist() and (ids[0] == 1).sum() == 1
+
+
+def test_a_template_is_parsed_once(monkeypatch):
+    """Training that waits for the parser: the collator renders each row several times."""
+    processor, parsed, parse = make_processor(CHATML, None), [], Environment.parse
+    processor.apply_chat_template(TALK)
+    monkeypatch.setattr(Environment, "parse", lambda self, *given: parsed.append(given) or parse(self, *given))
+    processor.apply_chat_template(TALK, add_generation_prompt=True)
+    assert parsed == []
