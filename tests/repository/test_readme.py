@@ -18,6 +18,7 @@ import side_by_side
 from packaging.version import Version
 
 from helpers.checkout import ROOT
+from helpers.inputs.notebooks import page_of
 from helpers.inputs.reader_files import after, fill
 from helpers.models.known_checkpoints import QWEN, TEXTS, make_text
 from helpers.models.tiny_models import needs_part
@@ -33,6 +34,7 @@ from hf_xattn.vllm_plugin import plugin
 README = (ROOT / "README.md").read_text()
 GUIDES = {path.parent.name: path.read_text() for path in sorted((ROOT / "examples").glob("*/README.md"))}
 PAGES = {"README.md": README, **{f"examples/{name}/README.md": text for name, text in GUIDES.items()}}
+PAGES["examples/quickstart.ipynb"] = page_of(ROOT / "examples" / "quickstart.ipynb")
 RUN = [name for name, text in PAGES.items() if "```python" in text]
 CLIENT = "OpenAI("  # in the block that asks a running server
 
@@ -339,5 +341,5 @@ def test_links(name):
         if not file.startswith("http"):
             assert (here / file).exists(), link
             assert not section or section in sections_of((here / file).read_text() if file else PAGES[name]), link
-    if name != "README.md":
+    if name.startswith("examples/") and name.endswith(".md"):
         assert [script.name for script in here.glob("*.py") if script.stem not in PAGES[name]] == []
