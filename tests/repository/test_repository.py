@@ -151,7 +151,7 @@ def test_no_two_test_files_have_one_name():
 
 
 def test_metadata():
-    """A package without types for its users, or whose version is written in two places."""
+    """A package without types for its users; a version that is written in two places; one that has no changes."""
     assert (Path(hf_xattn.__file__).parent / "py.typed").is_file()
     text = (ROOT / "pyproject.toml").read_text()
     assert '"hf_xattn" = ["py.typed"]' in text and "Typing :: Typed" in text
@@ -161,7 +161,9 @@ def test_metadata():
         for path in ROOT.glob(pattern)
         if path.is_file() and hf_xattn.__version__ in path.read_text()
     ]
-    assert found == ["hf_xattn/version.py"]
+    assert found == ["CHANGELOG.md", "hf_xattn/version.py"]
+    headings = re.findall(r"^## (\d+\.\d+\.\d+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == hf_xattn.__version__
 
 
 def test_extras_name_each_other():
