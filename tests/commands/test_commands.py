@@ -327,7 +327,7 @@ def test_a_model_that_does_not_see(saved, tmp_path, capsys, monkeypatch):
     """An hour with a model that was never trained, whose answers have nothing to do with the pictures."""
     assert run(capsys, "retrofit", saved / "text", "--output", tmp_path / "blind")[0] == 0
     question = ["--prompt", "what is it ?", "--max-new-tokens", "2"]
-    for name, told in (("model", "see nothing yet, and pictures change no answer"), ("blind", "The model is blind")):
+    for name, told in (("model", "see nothing yet, and images change no answer"), ("blind", "The model is blind")):
         model = (saved if name == "model" else tmp_path) / name
         status, out, error = run(capsys, "generate", model, *question)
         assert status == 0 and told in error and told not in out

@@ -199,8 +199,8 @@ def test_text_beside_a_picture_that_cannot_be_measured(saved):
     alone, about = Question(asked("a"), "b"), Question(asked("a", picture(1)), "b")
     start = Question([{"role": "system", "content": "a"}], "b")
     for questions, reason in (
-        ([alone], "the data has no picture"),
-        ([about], "no question without a picture"),
+        ([alone], "the data has no image"),
+        ([about], "no question without an image"),
         ([about, start], "user message"),
     ):
         found = evaluate(model, processor, questions, max_new_tokens=1)
@@ -312,10 +312,10 @@ def test_command(saved, data, capsys):
     beside = found["text_beside_picture"]
     assert beside["as_base"]["of"] == beside["model"]["exact"]["of"] == beside["base"]["exact"]["of"] == 1
     assert found["text_beside_picture_missing"] is None
-    line = next(line for line in table.splitlines() if "as its base without the picture" in line)
+    line = next(line for line in table.splitlines() if "as its base without the image" in line)
     assert f"| 1 | {beside['as_base']['share']:.1%} [" in line
     assert main(["eval", folder, "--data", str(data), "--max-new-tokens", "4", "--limit", "4"]) == 0
-    assert "were not measured: the data has no question without a picture" in capsys.readouterr().out
+    assert "were not measured: the data has no question without an image" in capsys.readouterr().out
 
 
 def test_command_by_kind(saved, data, capsys):

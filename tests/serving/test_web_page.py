@@ -63,7 +63,7 @@ def test_a_conversation(visitor, server):
     messages = [question(TEXT, drawing(1))]
     said = answer(model, processor, messages)
     assert visitor.chat[-2:] == [("user", TEXT), ("assistant", said)]
-    assert visitor.chat[0][1].startswith("![picture 1](data:image/png;base64,")
+    assert visitor.chat[0][1].startswith("![image 1](data:image/png;base64,")
     assert len(steps) > 3 and all(said.startswith(step[-1][1].strip()) for step in steps[1:])
     assert "".join(word for word, _ in visitor.words) == said and len(visitor.words) == len(said.split())
     assert visitor.seen == [] and visitor.value("multimodaltextbox") == {"text": "", "files": []}
@@ -137,7 +137,7 @@ def test_errors_are_told_and_survived(visitor, server, monkeypatch):
         visitor.ask(" ")
     for content in (b"\x89PNG\r\n\x1a\nnot", b"hello"):
         visitor.files = [visitor.upload(content, "b.png")]
-        with pytest.raises(Refused, match="b.png cannot be read as a picture"):
+        with pytest.raises(Refused, match="b.png cannot be read as an image"):
             visitor.ask(TEXT)
     visitor.files = [visitor.upload(b"hello", "notes.txt")]
     with pytest.raises(Refused, match="Invalid file type"):
@@ -274,7 +274,7 @@ def test_what_a_browser_may_send(server, visitor, monkeypatch):
         pass
     for number in range(visitors.MAX_PICTURES + 1):
         visitor.add(drawing(number))
-    with pytest.raises(Refused, match=f"{visitors.MAX_PICTURES} pictures"):
+    with pytest.raises(Refused, match=f"{visitors.MAX_PICTURES} images"):
         visitor.ask(TEXT)
     visitor.files = []
     with monkeypatch.context() as less:
@@ -283,7 +283,7 @@ def test_what_a_browser_may_send(server, visitor, monkeypatch):
             visitor.add(drawing(number))
             if number < 2:
                 visitor.ask(TEXT)
-        with pytest.raises(Refused, match="as many pictures as the page keeps"):
+        with pytest.raises(Refused, match="as many images as the page keeps"):
             visitor.ask(TEXT)
     assert visitor.ask(TEXT)
 

@@ -62,7 +62,7 @@ def png(picture):
 def test_what_is_not_a_picture(content, tmp_path):
     """A broken file, or one that unpacks to gigabytes, that ends the conversation with an error of the inside."""
     (tmp_path / "a.png").write_bytes(content)
-    with pytest.raises(ValueError, match="^a.png cannot be read as a picture of at most 67 megapixels"):
+    with pytest.raises(ValueError, match="^a.png cannot be read as an image of at most 67 megapixels"):
         read_picture(str(tmp_path / "a.png"))
 
 
@@ -77,7 +77,7 @@ def test_too_much(visitors, tmp_path, monkeypatch):
     Image.new("RGB", (256, 128), "red").save(tmp_path / "wide.png")
     assert read_picture(str(tmp_path / "wide.png")).size == (64, 32)
     monkeypatch.setattr(module, "MAX_PICTURES", 2)
-    with pytest.raises(ValueError, match="2 pictures"):
+    with pytest.raises(ValueError, match="2 images"):
         visitors.enter("a", False, TEXT, [drawing(seed) for seed in range(3)])
 
 
@@ -137,7 +137,7 @@ def test_pictures_of_all_visitors_are_bounded(visitors, monkeypatch):
     with pytest.raises(ValueError, match="no longer kept"):
         visitors.find("b")
     assert visitors.find("a").kept == 0, "who has no pictures gives no room"
-    with pytest.raises(ValueError, match="as many pictures as the page keeps"):
+    with pytest.raises(ValueError, match="as many images as the page keeps"):
         ask(visitors, "d", drawing(2), drawing(3), begun=True)
     assert visitors.find("c").kept == each
 

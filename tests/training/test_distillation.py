@@ -320,7 +320,7 @@ def test_accumulated_processes_and_features(model, tmp_path, capsys):
         # Adam's first steps turn roundings of tiny gradients into whole steps.
         assert close(weights(tmp_path / name), whole, atol=2e-2), name
     card = (tmp_path / "whole" / "README.md").read_text()
-    assert "for texts beside a picture | 0.5 |" in card
+    assert "for texts beside an image | 0.5 |" in card
 
 
 @pytest.mark.parametrize("stream", [pytest.param([], marks=pytest.mark.slow), ["--stream", "--workers", "2"]])

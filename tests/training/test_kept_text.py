@@ -115,8 +115,8 @@ def test_by_default(model, desk, tmp_path, capsys, monkeypatch):
     read = Counter(name for batch in seen for name in batch)
     assert read[str(tmp_path / "out" / KEPT_TEXT_FILE)] == 12  # neither an evaluation nor the comparison reads any
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| text prompts beside a picture | 15 % of rows |" in card and "| examples | 34 of" in card
-    assert "for texts beside a picture | 1 |" in card
+    assert "| text prompts beside an image | 15 % of rows |" in card and "| examples | 34 of" in card
+    assert "for texts beside an image | 1 |" in card
     assert json.loads((tmp_path / "out" / OPTIONS_FILE).read_text())["text_share"] == 0.15
 
 
@@ -161,7 +161,7 @@ def test_none(model, desk, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out" / KEPT_TEXT_FILE).exists()
     assert {name for batch in seen for name in batch} == {str(desk / "data" / "metadata.jsonl")}
     assert not any("text_kl" in entry for entry in history(tmp_path / "out"))
-    assert "beside a picture" not in (tmp_path / "out" / "README.md").read_text()
+    assert "beside an image" not in (tmp_path / "out" / "README.md").read_text()
     # The teacher would train, so there are none by default.
     assert run_training(capsys, *options, "--train-text", "--output", tmp_path / "own", texts=True)[0] == 0
     assert not (tmp_path / "own" / KEPT_TEXT_FILE).exists()
