@@ -384,7 +384,7 @@ def test_uploads_hold_the_stub(tmp_path):
     assert "xattn_stub.py" not in model.config._get_files_timestamps(tmp_path)
 
 
-def test_transformers_serve(chat_folder, tmp_path):
+def test_transformers_serve_knows_the_model_of_a_saved_folder(chat_folder, tmp_path):
     """Transformers' own server, which knows classes of transformers only."""
     pytest.importorskip("fastapi")
     script = """

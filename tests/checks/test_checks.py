@@ -62,7 +62,7 @@ def test_a_sound_model(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", SERVED)
-def test_every_architecture(model_type, dtype, tmp_path):
+def test_a_sound_model_of_every_architecture_passes(model_type, dtype, tmp_path):
     """A decoder on which a sound model is called broken."""
     retrofitted(make_tiny(model_type, dtype)).save_pretrained(tmp_path)
     results = checked(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval())
@@ -257,7 +257,7 @@ def test_a_model_that_raises():
     )
 
 
-def test_unknown_names():
+def test_an_unknown_name_of_a_check_is_refused():
     """A check that someone wants to leave out and misspells, after an hour of others."""
     with pytest.raises(ValueError, match="Expected `--skip` to be one of image-less-rows, .*, got 'caches'"):
         run_checks(make_model(), skip=["caches"])

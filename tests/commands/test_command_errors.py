@@ -50,7 +50,7 @@ def needed(command):
 
 
 @pytest.mark.parametrize("command", DEVICES)
-def test_devices(saved, data, tmp_path, capsys, command):
+def test_a_device_that_is_missing_is_an_error_before_loading(saved, data, tmp_path, capsys, command):
     """An error of torch after minutes of loading, for a device that this machine lacks; choices of one command that
     another refuses.
     """

@@ -158,13 +158,13 @@ def test_processor_of_a_state_dict(marker, tmp_path, capsys):
     assert ("has no token 98" in out) == (marker == 98)
 
 
-def test_inspect_architectures(capsys):
+def test_inspect_prints_the_table_of_decoders(capsys):
     """A table of decoders that is not printed, or not the one the tests check."""
     status, out, _ = run(capsys, "inspect", "--architectures")
     assert status == 0 and out.strip() == markdown_table()
 
 
-def test_inspect(saved, capsys):
+def test_inspect_prints_figures_that_follow_from_the_sizes(saved, capsys):
     """Figures that do not follow from the model's sizes."""
     status, out, _ = run(capsys, "inspect", saved / "model")
     assert status == 0

@@ -75,7 +75,7 @@ def test_frozen_embeddings_that_are_given():
     assert_same_gradients(gradients(model, **inputs), expected)
 
 
-def test_encoded_images():
+def test_encoded_images_get_gradients_under_checkpointing():
     """Keys and values of a cache, whose graphs meet in the connector."""
     model = freeze_base(without_dropout(make_model()), vision=False)
     found = []
@@ -114,7 +114,7 @@ def test_reentrant_checkpointing_is_refused(where):
         assert model(token_ids(), pixel_values=pixels()).logits.isfinite().all()
 
 
-def test_nested_layers():
+def test_layers_that_checkpoint_a_layer_give_gradients():
     """Layers that checkpoint a layer of their own."""
     model = without_dropout(retrofitted(make_tiny("zamba2")))
     checkpoint_activations(model)

@@ -63,7 +63,7 @@ def test_words_that_are_right(folder):
 
 
 @pytest.mark.slow
-def test_a_run(folder, tmp_path, capsys):
+def test_every_start_is_measured_at_the_same_steps(folder, tmp_path, capsys):
     """A start that does not run, or is measured at other steps."""
     file = tmp_path / "found.json"
     sizes = "--steps 2 --every 1 --batch-size 2 --pictures 12 --held-out 2 --layers 1 2"

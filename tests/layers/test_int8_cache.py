@@ -44,7 +44,7 @@ def test_rounding_by_hand(dtype):
     assert rounded.nbytes == 2 * 4 * 3 * (16 + 4)
 
 
-def test_extreme_values():
+def test_extreme_values_are_rounded_without_overflow():
     """A division by zero, a scale that underflows or overflows, and a fault that finite steps hide."""
     zero = torch.zeros(1, 1, 2, 8)
     for dtype in HALVES:
@@ -244,7 +244,7 @@ def test_a_layer_moves_all_its_tensors():
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_bytes(dtype):
+def test_an_int8_cache_counts_the_bytes_that_it_holds(dtype):
     """A cache that holds floats beside the steps, or float32 in a half-precision model."""
     model = make_model(dtype=dtype, cross_attention_config={"head_dim": 128, "num_key_value_heads": 2})
     images = pixels(2, 3)

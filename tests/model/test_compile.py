@@ -213,7 +213,7 @@ def test_ask_again_compiled():
 
 
 @torch.no_grad()
-def test_compiled_forward():
+def test_a_forward_with_images_is_one_graph():
     """A forward with images that breaks the graph: training and prefill compile too."""
     model, ids, images = make_model(), token_ids(), pixels()
     backend, graphs = counting_backend()
@@ -264,7 +264,7 @@ def test_compiled_prefill_makes_its_cache():
 
 
 @torch.no_grad()
-def test_compiled_attentions():
+def test_compiled_attention_weights_are_the_same():
     """Weights of blocks that break the graph."""
     model, ids, images = make_model(), token_ids(), pixels()
     model.set_attn_implementation("eager")  # under sdpa the text model warns, and logging breaks the graph

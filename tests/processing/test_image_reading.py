@@ -94,7 +94,7 @@ def test_modes_of_pil(processor, mode):
     assert torch.equal(processor(images=image)["pixel_values"], expected)
 
 
-def test_grey_arrays(processor):
+def test_grey_arrays_become_three_equal_channels(processor):
     """A grey array that is refused, or whose one channel is broadcast in a batch of colours."""
     grey = picture().convert("L")
     array = np.asarray(grey)
@@ -200,7 +200,7 @@ def test_base64_longer_than_a_file_name(processor):
     assert torch.equal(processor(images=encoded)["pixel_values"], processor(images=image)["pixel_values"])
 
 
-def test_file_address(processor, tmp_path):
+def test_a_file_address_is_read_as_a_file(processor, tmp_path):
     """A `file://` address that is refused as no URL."""
     make_picture().save(tmp_path / "a b.png")
     made = processor(images=(tmp_path / "a b.png").as_uri())["pixel_values"]
@@ -407,7 +407,7 @@ def pictures():
     )
 
 
-def test_broken_pictures(tmp_path):
+def test_broken_images_are_refused_by_name(tmp_path):
     """An error of a decoder, which names no argument, or gigabytes for a few bytes."""
     wrong, refused, read = {}, 0, 0
     for name, content in pictures():

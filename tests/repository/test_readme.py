@@ -113,7 +113,7 @@ def python_of(text: str) -> list[str]:
 
 @needs_part("AutoImageProcessor without torchvision")
 @pytest.mark.parametrize("name", RUN)
-def test_code_blocks(name, trained, tmp_path, monkeypatch):
+def test_the_code_of_a_page_runs(name, trained, tmp_path, monkeypatch):
     """Lines that a reader copies and that do not work, one after another in a folder with `fresh` and `seeing`."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
@@ -183,7 +183,7 @@ def rows_of(mark: str) -> dict[str, str]:
     return dict(cells)
 
 
-def test_tested_versions():
+def test_versions_of_the_readme_are_the_tested_ones():
     """A version that nobody has tested, or one that the metadata does not allow."""
     rows, project = rows_of("versions"), (ROOT / "pyproject.toml").read_text()
     assert list(rows) == list(PACKAGES)
@@ -320,7 +320,7 @@ def test_figures_of_the_engine():
     assert [f"{ours / peer:.2f}" for peer in peers] == ["5.67", "1.87", "1.04"]
 
 
-def test_picture():
+def test_the_picture_of_the_readme_is_small():
     """A picture that is missing or too large for a repository."""
     pictures = re.findall(r"!\[.+?\]\((.+?)\)", README)
     assert pictures == ["examples/photos/questions.jpg"]
@@ -333,7 +333,7 @@ def sections_of(text):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links(name):
+def test_links_lead_to_files_and_sections(name):
     """A link to a file or a section that is not there, or a script that its guide does not name."""
     here = (ROOT / name).parent
     for link in re.findall(r"\]\(([^)]+)\)", PAGES[name]):

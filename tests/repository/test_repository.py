@@ -45,7 +45,7 @@ def test_the_guide_has_the_commands_of_the_readme():
 
 
 @pytest.mark.parametrize("path", FORMS, ids=[path.stem for path in FORMS])
-def test_issue_forms(path):
+def test_issue_forms_have_the_keys_of_github(path):
     """A form that GitHub does not show, because a key is wrong; or that does not ask for the output of `hf-xattn
     check`.
     """
@@ -150,7 +150,7 @@ def test_no_two_test_files_have_one_name():
     assert sorted(names) == sorted(set(names))
 
 
-def test_metadata():
+def test_the_version_has_one_place_and_a_list_of_changes():
     """A package without types for its users; a version that is written in two places; one that has no changes."""
     assert (Path(hf_xattn.__file__).parent / "py.typed").is_file()
     text = (ROOT / "pyproject.toml").read_text()

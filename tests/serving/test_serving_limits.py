@@ -153,7 +153,7 @@ def test_the_default_lets_full_pictures_pass():
     assert ServerLimits().room_for_images < 2**27
 
 
-def test_the_option(chat_folder, monkeypatch, capsys):
+def test_the_option_sets_the_limit_of_a_request(chat_folder, monkeypatch, capsys):
     """An option without effect, or a limit that no request meets."""
     from hf_xattn.serving import serving
 

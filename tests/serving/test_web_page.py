@@ -54,7 +54,7 @@ def visitor(server):
     return WebVisitor(server[0])
 
 
-def test_a_conversation(visitor, server):
+def test_a_conversation_gives_the_answers_of_the_model(visitor, server):
     """A picture that is lost on its way, an answer that is not the model's, a picture that is encoded twice."""
     _, model, processor = server
     misses = model.image_store.misses
@@ -113,7 +113,7 @@ def test_where_it_looked(visitor, server):
         visitor.choose(99)
 
 
-def test_drawings(visitor, server):
+def test_a_drawing_is_asked_about_and_an_empty_canvas_is_not(visitor, server):
     """An empty canvas that is asked about; a drawing that is lost."""
     _, model, processor = server
     blank = Image.new("RGB", (704, 704), "black")
@@ -184,7 +184,7 @@ def test_visitors_wait_for_each_other_and_do_not_mix(long_server):
         stranger.choose(0)
 
 
-def test_stop(long_server):
+def test_the_stop_button_stops_an_answer(long_server):
     """A button that stops nothing."""
     address, model, _ = long_server
     visitor = WebVisitor(address)
@@ -316,7 +316,7 @@ def test_functions_are_closed(server, visitor):
         assert httpx.get(server[0] + path).status_code >= 400, path
 
 
-def test_the_page(server):
+def test_the_page_loads_nothing_from_elsewhere(server):
     """A page of somebody else in which a visitor clicks without knowing; a page that loads something from elsewhere."""
     for path in ("", "/?view=api", "/theme.css"):
         answered = httpx.get(server[0] + path)

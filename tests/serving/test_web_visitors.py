@@ -66,7 +66,7 @@ def test_what_is_not_a_picture(content, tmp_path):
         read_picture(str(tmp_path / "a.png"))
 
 
-def test_too_much(visitors, tmp_path, monkeypatch):
+def test_a_visitor_cannot_fill_the_memory(visitors, tmp_path, monkeypatch):
     """A visitor who fills the memory of the server."""
     monkeypatch.setattr(module, "MAX_PIXELS", 256 * 128)
     Image.new("RGB", (257, 128)).save(tmp_path / "bomb.png")
@@ -142,7 +142,7 @@ def test_pictures_of_all_visitors_are_bounded(visitors, monkeypatch):
     assert visitors.find("c").kept == each
 
 
-def test_looks(visitors, model, processor):
+def test_heat_is_that_of_the_chosen_word_and_layer(visitors, model, processor):
     """Heat of another word or another layer than the one that was chosen."""
     visitor, _ = ask(visitors, "a", drawing(0), drawing(1))
     given = visitor.session.answers[0]
@@ -195,7 +195,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_canvases(case):
+def test_canvases_have_the_shape_that_the_processor_reads(case):
     """A drawing that the image processor distorts, or whose lines fade when it is scaled down."""
     options, canvas, reads, ink = SIZES[case]
     chosen = drawing_for(SiglipImageProcessorPil(**options))

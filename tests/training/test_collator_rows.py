@@ -140,7 +140,7 @@ def test_other_columns_are_ignored():
     assert plain.keys() == more.keys() and all(torch.equal(plain[name], more[name]) for name in plain)
 
 
-def test_known_roles():
+def test_roles_of_published_templates_are_taken():
     """A role of a published template that is refused."""
     for role in ("system", "developer", "tool", "function", "ipython"):
         chat = [*SHORT["messages"], {"role": role, "content": "a"}, *SHORT["messages"]]

@@ -177,7 +177,7 @@ def test_bit_identical_training(model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("worker", [False, True])
-def test_collator(model, data, features, worker):
+def test_the_collator_takes_features_in_place_of_pixels(model, data, features, worker):
     """Features of another picture, or a padding image that counts, in rows with two pictures, one and none."""
     whole, processor = freeze(load(model)), AutoProcessor.from_pretrained(model)
     held = VisionFeatures(features, whole)
@@ -199,7 +199,7 @@ def test_collator(model, data, features, worker):
     assert alone.keys() == {"input_ids", "attention_mask", "labels"}
 
 
-def test_memory_mapped(model, features, data):
+def test_files_of_features_are_memory_mapped(model, features, data):
     """A whole file in memory for each process that reads one picture."""
     held = VisionFeatures(features, load(model))
     collator = XAttnDataCollator(AutoProcessor.from_pretrained(model), features=held)
@@ -279,7 +279,7 @@ def test_pictures_without_features(model, features, tmp_path, capsys):
             collator([{"images": [image], "messages": [{"role": "user", "content": "a"}, CHAT[1]]}])
 
 
-def test_unreadable_pictures(model, tmp_path, capsys):
+def test_unreadable_images_are_named_at_the_end(model, tmp_path, capsys):
     """A run of hours that ends at a broken picture, or ends well without it."""
     lines = [*CAPTIONS, {"file_name": "broken.png", "text": "a"}]
     data = write_examples(tmp_path / "data", lines)
@@ -392,7 +392,7 @@ def test_processes_share_the_pictures(model, tmp_path, launcher):
     assert len(VisionFeatures(folder, load(model))) == 9
 
 
-def test_tiles(tmp_path, capsys, monkeypatch):
+def test_features_of_tiles_train_as_their_pixels_do(tmp_path, capsys, monkeypatch):
     """Aspect ratios that are lost, or files with the tower's output for padding tiles."""
     make_mllama().save_pretrained(tmp_path / "theirs")
     make_mllama_processor().save_pretrained(tmp_path / "theirs")

@@ -100,7 +100,7 @@ def test_the_cards_code(trained, capsys):
         assert capsys.readouterr().out == f"a {colour} circle.\n"
 
 
-def test_generate(trained, tmp_path, capsys):
+def test_generate_answers_in_the_form_that_was_trained(trained, tmp_path, capsys):
     """A prompt that goes to the model as it is, in a form that it has never read; encoded pictures that are asked in
     another form.
     """
