@@ -264,7 +264,7 @@ def filled(repeats=1):
     return model, encoded
 
 
-def test_select_after_repeat():
+def test_rows_can_be_selected_after_a_repeat():
     """Text rows counted as image rows after the batch was repeated."""
     _, encoded = filled(repeats=2)
     keys = encoded.cross_attention_cache.layers[0].keys
@@ -362,7 +362,7 @@ def test_reset_forgets_images():
     assert cross_length(cache) == 16
 
 
-def test_static_cross_half():
+def test_the_cross_half_of_a_static_cache_is_static():
     """A cross half beside a static cache that is not recognised as static, so that nothing is compiled."""
     model = make_model()
     outputs = generate(

@@ -263,7 +263,7 @@ def test_rows_that_point_at_no_image_are_refused(name):
         make_model()(token_ids(3), **inputs)
 
 
-def test_generate_says_how():
+def test_generate_refuses_image_rows_and_says_how():
     """`generate` that takes the argument and gives every text row the images of another."""
     with pytest.raises(ValueError, match="encode_images"):
         make_model().generate(token_ids(3), pixel_values=IMAGES, image_rows=ROWS, max_new_tokens=2)

@@ -63,7 +63,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_decode(way):
+def test_every_way_to_decode_reads_int8_images_alike(way):
     """Beams that share images and find other scales; a way to decode that reads steps as if they were values."""
     model, reference = both()
     batch = 1 if way == "lookup" else 2
@@ -122,7 +122,7 @@ def test_a_forward_brings_images():
 
 
 @torch.no_grad()
-def test_rows_without_images():
+def test_rows_without_images_are_not_rounded():
     """Text beside an image that is rounded, which sees some of it; padding that counts."""
     model, reference = both()
     ids, images = token_ids(3), pixels(3, 2)

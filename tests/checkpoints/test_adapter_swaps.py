@@ -260,7 +260,7 @@ def test_what_does_not_fit(folders, caplog):
         on(remove_blocks(changed), folders, "a")
 
 
-def test_features_and_pixels(folders):
+def test_a_folder_without_a_tower_follows_one_with_a_tower(folders):
     """A folder without a tower after one with a tower."""
     features = randomize(retrofit(folders / "text-llama", every=2), 8)
     features.save_pretrained(folders / "features", adapter_only=True)

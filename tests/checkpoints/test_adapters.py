@@ -260,7 +260,7 @@ def test_a_decoder_that_a_caller_registered_is_loaded(registered_decoder, vision
     same_model(model, AutoModelForImageTextToText.from_pretrained(tmp_path / "added"))
 
 
-def test_in_another_process(vision, tmp_path):
+def test_another_process_loads_the_folder(vision, tmp_path):
     """Anything that only this process knows; a relative path of a base."""
     make_base(tmp_path / "text")
     here = os.getcwd()

@@ -80,7 +80,7 @@ def test_a_checkpoint_without_all_weights_is_refused(case, renamed, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["experts.2.w3", "experts.2."])
-def test_a_missing_expert(part, tmp_path):
+def test_a_layer_that_lacks_an_expert_is_refused(part, tmp_path):
     """A layer whose experts are fewer than its router chooses from."""
     make_model("mixtral").save_pretrained(tmp_path)
     damage(tmp_path / "model.safetensors", LAYER + "block_sparse_moe." + part)
@@ -129,7 +129,7 @@ def test_weights_of_the_caller():
     assert all(parameter.isfinite().all() for parameter in new.parameters())
 
 
-def test_beside_an_adapter(tmp_path):
+def test_a_base_below_an_adapter_must_be_complete(tmp_path):
     """A base that is not complete, below an adapter (PEFT) in the same folder: the report on the adapter hides it."""
     pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     model = make_model()

@@ -183,7 +183,7 @@ def test_attributes_of_a_later_version_survive(tmp_path):
     assert (config.image_visibility_window, config.cross_attention_config.gate_inits) == (3, 3)
 
 
-def test_without_vision_tower(tmp_path):
+def test_a_model_for_features_loads_without_a_tower(tmp_path):
     """A tower that appears when a model for features is loaded."""
     model = make_model(vision=False)
     model.save_pretrained(tmp_path)

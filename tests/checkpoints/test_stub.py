@@ -353,7 +353,7 @@ def test_files_of_others_are_kept(tmp_path):
 
 
 @torch.no_grad()
-def test_with_custom_code(checkpoints):
+def test_custom_code_of_decoder_and_tower_comes_along(checkpoints):
     """A decoder and a tower whose code stands beside that of this package."""
     made = randomize(retrofit(checkpoints / "text", checkpoints / "vision", every=2, trust_remote_code=True)).eval()
     made.save_pretrained(checkpoints / "model", with_code=True)

@@ -57,7 +57,7 @@ class SmallDisk:
 
 @posix
 @pytest.mark.parametrize("adapter_only", [False, True], ids=["whole", "added"])
-def test_a_full_disk(adapter_only, models, tmp_path):
+def test_a_full_disk_keeps_the_model_of_before(adapter_only, models, tmp_path):
     """A model that is lost for one that was not written; an error that does not say so, or names a hidden folder."""
     models[0].save_pretrained(tmp_path / "old", adapter_only=adapter_only)
     before = content(tmp_path)

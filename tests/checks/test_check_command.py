@@ -69,7 +69,7 @@ def leak(monkeypatch):
     monkeypatch.setattr(GatedCrossAttentionBlock, "forward", lambda *args, **named: forward(*args, **named) + 1e-4)
 
 
-def test_a_broken_promise(folder, capsys, monkeypatch):
+def test_a_broken_promise_gives_a_status_that_says_so(folder, capsys, monkeypatch):
     """A row that sees the image of another, and status 0."""
     leak(monkeypatch)
     status, out, _ = run(capsys, folder / "model", *QUICK)
@@ -117,7 +117,7 @@ def test_folders_without_bases_or_tower_can_be_checked(name, folder, capsys):
     assert status == 0 and lines_of(out)["cache-dynamic"][0] == "holds", out + error
 
 
-def test_an_imported_model(tmp_path, capsys):
+def test_an_imported_model_can_be_checked(tmp_path, capsys):
     """Tiles, image markers and added tokens that random inputs do not fit."""
     make_mllama().save_pretrained(tmp_path / "theirs")
     assert main(["import", str(tmp_path / "theirs"), "--output", str(tmp_path / "ours")]) == 0
@@ -127,7 +127,7 @@ def test_an_imported_model(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("method", ["torchao_8bit", "bitsandbytes_8bit", "bitsandbytes_4bit"])
-def test_a_quantized_base(method, tmp_path, capsys):
+def test_a_quantized_model_passes_its_checks(method, tmp_path, capsys):
     """A quantized model that is called broken."""
     model = AutoModelForImageTextToText.from_pretrained(
         quantized_folder() / "model", quantization_config=quantization(method), dtype=torch.bfloat16

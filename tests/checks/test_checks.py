@@ -38,7 +38,7 @@ def states_of(model):
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gemma3"])
-def test_a_sound_model(name):
+def test_a_sound_model_passes_every_check(name):
     """A check that fails on a sound model: with tied weights and a tower, with sliding windows and features."""
     model = make_model(name, vision=name == "llama_tied")
     before = states_of(model)
@@ -107,7 +107,7 @@ FLAMINGO = {"zero_init": False, "gate_init": 0.0}
 @pytest.mark.parametrize(
     "config", [{}, FLAMINGO, {"gate": "none"}, {"mlp_type": "none"}, {**FLAMINGO, "mlp_type": "none"}], ids=str
 )
-def test_a_fresh_model(config):
+def test_a_fresh_model_passes_every_check(config):
     """A fresh model that fails, or whose caches are compared while its images change nothing."""
     model = make_model(random=False, cross_attention_config=config)
     before = states_of(model)

@@ -53,7 +53,7 @@ def test_retrofit_writes_model_and_processor(saved):
     assert isinstance(AutoProcessor.from_pretrained(saved / "model"), XAttnProcessor)
 
 
-def test_import_and_export(tmp_path, capsys):
+def test_a_checkpoint_is_imported_and_exported(tmp_path, capsys):
     """A checkpoint that cannot be brought over from the command line."""
     make_mllama().save_pretrained(tmp_path / "theirs")
     status, out, _ = run(capsys, "import", tmp_path / "theirs", "--output", tmp_path / "ours")
@@ -181,7 +181,7 @@ def test_inspect_prints_figures_that_follow_from_the_sizes(saved, capsys):
     assert figures["compute added a text token"].startswith(f"{flops:,} FLOP")
 
 
-def test_generate_and_encode(saved, capsys, tmp_path):
+def test_encoded_images_give_the_answer_of_the_image(saved, capsys, tmp_path):
     """An image cache that answers otherwise than the image."""
     question = ["--prompt", "what is it ?", "--max-new-tokens", "5"]
     status, direct, _ = run(capsys, "generate", saved / "model", "--image", saved / "picture.png", *question)
@@ -224,7 +224,7 @@ def test_a_model_that_was_saved_with_a_tokenizer_alone(saved, tmp_path, capsys):
     assert status == 2 and "saved without an image processor" in error
 
 
-def test_pictures_of_commands(saved, capsys, tmp_path):
+def test_commands_read_images_as_the_processor_does(saved, capsys, tmp_path):
     """A photograph on its side, or a transparent picture, read otherwise than by the processor."""
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -305,7 +305,7 @@ def test_the_device_that_is_there(kind, monkeypatch):
     assert device_of("auto") == (kind or "cpu")
 
 
-def test_what_comes_next(saved, tmp_path, capsys):
+def test_commands_say_that_a_model_cannot_see_yet(saved, tmp_path, capsys):
     """A first day that ends with figures: a model that cannot see, or not yet, and nobody says so; one block where
     every fourth layer was meant.
     """

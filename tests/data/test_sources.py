@@ -59,7 +59,7 @@ def test_a_batch_is_the_same_from_bytes_and_from_files(sources):
         assert all((batch[name] == value).all() for name, value in batches[0].items())
 
 
-def test_rows_for_trl(sources, tmp_path):
+def test_trl_takes_the_rows_as_they_are(sources, tmp_path):
     """Rows that TRL's trainer refuses, changes, or reads all at once."""
     for kind in ("llava", "tar"):
         rows = hf_xattn.load_rows(sources[kind])

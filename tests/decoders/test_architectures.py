@@ -122,7 +122,7 @@ OF_ATTENTION = ["lfm2", "lfm2_moe", "lfm3"]
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", [*OTHERS, *OF_ATTENTION])
-def test_others_that_pack(model_type):
+def test_every_decoder_that_packs_is_in_the_table(model_type):
     """A decoder that is served, keeps samples apart, and is refused because its type is not in the table."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers has no {model_type} here")
@@ -217,7 +217,7 @@ COARSE = ("nemotron_h", "zamba2")
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", SERVED)
-def test_text_in_parts(model_type):
+def test_text_in_parts_equals_the_whole_text(model_type):
     """Layers that drop their state, or positions that start again, where a call reads text after cached text."""
     model = randomize(retrofitted(strengthen(make_tiny(model_type))))
     ids = torch.randint(4, 90, (2, 16), generator=torch.Generator().manual_seed(1))

@@ -98,7 +98,7 @@ def test_compiles_to_one_graph():
 
 
 @torch.no_grad()
-def test_beams_and_sampling():
+def test_beams_and_samples_see_their_own_images():
     """Generation modes that reorder or expand rows."""
     for model_type in ("bloom", "mamba2"):
         model = make(model_type)

@@ -33,7 +33,7 @@ def test_gradients_are_those_without_checkpointing(name, inner, frozen):
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["full", "frozen_base"])
 @pytest.mark.parametrize("model_type", ["bloom", "falcon", "gpt2", "mamba2"])
-def test_gradients_of_states(model_type, frozen):
+def test_images_that_are_learned_get_gradients(model_type, frozen):
     """Decoders whose layers fetch the images themselves, and images that are learned outside of the model."""
     model = without_dropout(randomize(retrofitted(make_tiny(model_type))))
     if frozen:

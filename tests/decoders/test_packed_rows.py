@@ -110,14 +110,14 @@ def test_gradients_are_those_of_unpacked_samples(rows, rule, implementation):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "gptj", "mistral", "gemma3_text"])
-def test_decoders_that_pack(name):
+def test_each_decoder_that_packs_equals_unpacked_rows(name):
     """Decoders with learned positions, with sliding windows, or whose layers fetch the images themselves."""
     # Gemma's norms and GPT-J's attention compute in float32.
     assert_unpacked(packing_model(name), atol=1e-5 if name in ("gemma3_text", "gptj") else EXACT)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_code_of_positions(rows):
+def test_a_position_encoding_counts_within_each_sample(rows):
     """Places of text that are counted through the whole row, or of image tokens through the images of other samples."""
     assert_unpacked(packing_model(position=own_parts.TURNING), ROWS[rows])
 

@@ -227,7 +227,7 @@ def test_cut_answers_are_counted(saved):
         model.generation_config = before
 
 
-def test_tokens_of_answers(saved):
+def test_answers_have_their_tokens_without_padding(saved):
     """An answer that lacks its end, or has the padding of a longer one behind it."""
     _, model, processor = saved
     questions = [Question(asked(text, picture(index)), "") for index, text in enumerate(TEXTS)]
@@ -318,7 +318,7 @@ def test_the_table_and_the_json_have_the_same_figures(saved, data, capsys):
     assert "were not measured: the data has no question without an image" in capsys.readouterr().out
 
 
-def test_command_by_kind(saved, data, capsys):
+def test_the_command_prints_shares_of_each_kind(saved, data, capsys):
     """A field that is refused, or lost on the way; shares of a kind that the table shows under another one."""
     lines = [json.loads(line) for line in (data / "metadata.jsonl").read_text().splitlines()]
     chat = [{"role": "user", "content": "user ?"}, {"role": "assistant", "content": "yes"}]

@@ -150,7 +150,7 @@ def test_images_with_other_tiles_are_other_images():
     ids=str,
 )
 @torch.no_grad()
-def test_ways_to_decode(how):
+def test_every_way_to_decode_reads_the_store_alike(how):
     """A decoding method that sees other images, or expands stored ones in place."""
     model = make_model()
     model.set_attn_implementation("eager")

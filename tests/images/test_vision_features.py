@@ -225,7 +225,7 @@ def shards(digest, tensors, metadata):
     yield "tiles of no picture", ({**tensors, f"{digest}.x": real.clone()}, metadata)
 
 
-def test_folders_of_features(tmp_path, tmp_path_factory):
+def test_damaged_folders_of_features_are_refused(tmp_path, tmp_path_factory):
     """Features of another shape or of no number that a model learns from, or an error from inside of safetensors or
     torch.
     """

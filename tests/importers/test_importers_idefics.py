@@ -96,7 +96,7 @@ def test_writes_added_tokens():
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_folder_to_folder(variant, tmp_path):
+def test_a_folder_is_converted_into_a_folder(variant, tmp_path):
     """A tensor lost or misplaced on the way through files."""
     theirs = make_idefics(torch.bfloat16, **VARIANTS[variant])
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="30KB")

@@ -85,7 +85,7 @@ def test_single_blocks_keep_their_names():
 @torch.no_grad()
 @at_every_place
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_save_and_load(layers, dtype, tmp_path):
+def test_several_blocks_at_a_place_survive_saving(layers, dtype, tmp_path):
     """A gate or a norm of the second block that is rounded, or a block that a folder loses."""
     bases = tmp_path / "text", tmp_path / "vision"
     make_text(dtype=dtype).save_pretrained(bases[0])

@@ -164,7 +164,7 @@ def test_products_against_float64(dtype, native, monkeypatch):
 
 
 @torch.no_grad()
-def test_conversion_in_parts(monkeypatch):
+def test_every_token_is_converted_in_parts(monkeypatch):
     """Tokens of half-precision states that no part converts."""
     states = torch.randn(2, 3, 700, 16).to(torch.bfloat16)
     monkeypatch.setattr(int8_states, "BYTES_AT_ONCE", 1)
@@ -201,7 +201,7 @@ def test_which_calls_multiply_in_int8(monkeypatch):
 
 
 @torch.no_grad()
-def test_one_image_token():
+def test_a_single_image_token_keeps_its_scale():
     """The value of a single token that is used without its scale."""
     for fields in ({}, {"qk_norm": True}):
         layer = make_layer(**fields)

@@ -132,7 +132,7 @@ def test_beams_and_return_sequences():
     assert torch.equal(maps.pixels(row=3), maps.pixels(row=2)) and not torch.equal(maps.pixels(row=3), maps.pixels())
 
 
-def test_end_of_text():
+def test_padding_after_the_end_is_no_text():
     """Padding after the end that is taken for text."""
     model, given = make_model(), inputs()
     free = model.generate(**given, max_new_tokens=6, do_sample=False)

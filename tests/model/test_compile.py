@@ -200,7 +200,7 @@ def test_one_graph_for_stateful_decoders(name):
 
 
 @torch.no_grad()
-def test_ask_again_compiled():
+def test_encoded_images_do_not_compile_again():
     """Encoded images whose keys and values count as new inputs for each question."""
     model, (backend, graphs) = make_model(), counting_backend()
     encoded = model.encode_images(pixel_values=pixels(1))
@@ -232,7 +232,7 @@ def test_a_forward_with_images_is_one_graph():
     assert model(ids, pixel_values=images, cache=cache)[CACHE] is cache
 
 
-def test_compiled_training_step():
+def test_a_compiled_training_step_gives_the_same_gradients():
     """Gradients that differ, or vanish, under compilation (backward through the blocks and the connector)."""
     gradients = []
     for compile_it in (False, True):

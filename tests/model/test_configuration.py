@@ -357,7 +357,7 @@ def test_block_config_round_trip(tmp_path, fields):
     assert set(NON_DEFAULT) == set(DEFAULTS)
 
 
-def test_config_round_trip(tmp_path):
+def test_a_saved_configuration_loads_equal(tmp_path):
     """Rules out a saved model that comes back with other blocks, layers or connector.
 
     https://github.com/huggingface/transformers/issues/36077

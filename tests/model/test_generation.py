@@ -138,7 +138,7 @@ def test_prompt_lookup_in_a_conversation(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
-def test_text_only_assistant(name):
+def test_a_text_only_assistant_gets_no_images(name):
     """Images that leak into the assistant, which has no place for them; candidates judged without the images."""
     model, ids, images = make_model(name), token_ids(1), pixels(1)
     assistant = make_text(name, seed=11)
@@ -343,7 +343,7 @@ def say(model, *args, **given):
 
 @torch.no_grad()
 @pytest.mark.parametrize("cached", [True, False])
-def test_images_without_text(cached):
+def test_images_alone_need_a_first_token(cached):
     """A caption that is asked for by the pictures alone: one row for two pictures, of a model that saw none."""
     model, images = make_model(), pixels(2, 1)
     options = {} if cached else {"use_cache": False}

@@ -35,7 +35,7 @@ def generate(model, inputs, new=NEW, **options):
     ("base", "tower"),
     [kind for kind in KINDS if kind[0] in ("hybrid", "experts") or kind[1] == "none"],
 )
-def test_methods_and_caches(base, tower, method):
+def test_each_method_gives_the_same_tokens_with_a_cache(base, tower, method):
     """A decoding method that gives another answer with a cache than without one."""
     model, given = build(base, tower), inputs_for(tower)
     options = METHODS[method]
@@ -147,7 +147,7 @@ def test_left_padding_and_positions(base, tower):
 
 @torch.no_grad()
 @pytest.mark.parametrize("base", BASES)
-def test_logits_to_keep(base):
+def test_kept_logits_are_those_of_the_positions_asked_for(base):
     """Logits of other positions than those that are asked for."""
     model, given = build(base, "siglip"), inputs_for("siglip")
     logits = model(**given).logits

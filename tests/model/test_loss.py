@@ -183,7 +183,7 @@ def test_another_index_that_is_ignored(options):
     assert torch.allclose(found, expected, atol=1e-6)
 
 
-def test_slices_of_labels():
+def test_slices_of_longer_labels_give_the_same_loss():
     """Shifted labels that are a part of a longer row, which torch cannot view as one row."""
     model, ids, images = make_model(), token_ids(2, 9), pixels()
     kept = {"pixel_values": images, "logits_to_keep": 4}

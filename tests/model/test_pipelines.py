@@ -132,7 +132,7 @@ def test_a_streamer_shows_the_text_of_generate(parts, capsys):
 
 
 @pytest.mark.parametrize("whole", ["processor", "tokenizer"])
-def test_text_iterator_streamer(parts, whole):
+def test_an_iterator_streams_the_whole_answer(parts, whole):
     """A stream from another thread that ends early, or never."""
     model, processor = parts
     expected = answer(model, processor, [question(TEXT, drawing(2))])

@@ -65,7 +65,7 @@ def test_a_fresh_model_is_its_base():
 
 
 @torch.no_grad()
-def test_against_the_formula():
+def test_a_registered_gate_computes_its_formula():
     """Inputs of a gate that are swapped, a gate that is left out, or one for both branches."""
     config = CrossAttentionConfig(hidden_size=16, num_attention_heads=2, gate="offset_sigmoid", zero_init=False)
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_image_tokens_are_the_connector_s():
 
 @pytest.mark.parametrize("small", [False, True], ids=["whole", "adapter_only"])
 @torch.no_grad()
-def test_saved_and_loaded(tmp_path, small):
+def test_registered_parts_survive_saving(tmp_path, small):
     """Weights that get lost, options that are dropped, a buffer that no checkpoint holds and is empty memory."""
     bases = {}
     if small:

@@ -187,7 +187,7 @@ def test_assistant_masks_lie_on_the_answers():
         assert [len(mask) for mask in lists["assistant_masks"]] == [len(ids) for ids in lists["input_ids"]]
 
 
-def test_saved_and_loaded(tmp_path):
+def test_a_saved_processor_renders_chats_alike(tmp_path):
     """A chat that reads differently after a model was saved."""
     for number, options in enumerate(
         [{"template": TEXT_TEMPLATES["guard"]}, {"own": SEEING}, {"template": "1", "own": SEEING}, {}]

@@ -65,7 +65,7 @@ def test_lists_of_texts_alone(style):
 
 
 @pytest.mark.parametrize("style", TEXT_TEMPLATES)
-def test_batches_of_chats(style):
+def test_each_chat_of_a_batch_keeps_its_images(style):
     """A row without images that shifts the images of the next."""
     processor = make_processor(TEXT_TEMPLATES[style], "<image>")
     chats = [TALK, [{"role": "user", "content": "what is a dog ?"}], TALK[1:2]]
@@ -223,7 +223,7 @@ def test_variables_tools_and_documents():
     assert made == "lookcatbe brief<|user|>what is this ?and this ?[EOS]"
 
 
-def test_continue_final_message():
+def test_a_continued_message_is_not_closed():
     """An answer that is closed before it is continued."""
     for style in ("concatenation", "guard", "trim", "only_parts"):
         processor = make_processor(TEXT_TEMPLATES[style], "<image>")
@@ -269,7 +269,7 @@ def test_the_template_of_the_call_comes_first():
         make_processor({"other": "a"}).apply_chat_template(chat)
 
 
-def test_without_any_template():
+def test_a_model_without_a_template_has_a_default_one():
     """An error for a model of which nobody wrote a template."""
     processor = make_processor()
     assert processor.chat_template is None

@@ -77,7 +77,7 @@ def test_two_clients_at_once(served):
         client.close()
 
 
-def test_what_is_there(served):
+def test_clients_find_the_model_and_nothing_else(served):
     """A model that clients cannot find, or a page that the framework opens by itself."""
     assert [model.id for model in served.client.models.list()] == ["seeing"]
     assert json.loads(served.fetch("/health")) == {"status": "ok"}

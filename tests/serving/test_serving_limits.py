@@ -89,7 +89,7 @@ def test_memory_of_what_is_refused(served, length):
     served.check_goes_on()
 
 
-def test_many_small_parts(served):
+def test_many_small_parts_take_little_memory(served):
     """Parts of one byte, which take many times their size if each is kept."""
     url = urlsplit(served.address)
     with socket.create_connection((url.hostname, url.port), timeout=60) as connection:

@@ -78,7 +78,7 @@ def test_a_conversation_gives_the_answers_of_the_model(visitor, server):
     assert visitor.words == []  # there is no picture to look at
 
 
-def test_where_it_looked(visitor, server):
+def test_the_page_shows_heat_of_the_chosen_word(visitor, server):
     """Heat of another answer, word or layer than the one that was chosen."""
     model = server[1]
     visitor.add(drawing(0))
@@ -337,7 +337,7 @@ def test_a_text_only_model(chat_folder, tmp_path):
     assert parts["multimodaltextbox"]["sources"] == [] and parts["gallery"]["visible"] is False
 
 
-def test_addresses_of_hosts():
+def test_the_printed_address_can_be_opened():
     """An address that no browser opens."""
     assert address_of("localhost", 80) == "http://localhost:80" and address_of("::1", 80) == "http://[::1]:80"
 

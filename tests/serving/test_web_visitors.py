@@ -93,7 +93,7 @@ def test_a_failed_question_leaves_nothing(visitors):
     assert len(visitor.session.messages) == 2 and ask(visitors, "a", begun=True)[0] is visitor
 
 
-def test_stop_and_forget(visitors, model, processor):
+def test_a_new_conversation_forgets_the_old_one(visitors, model, processor):
     """Messages of before in a new conversation; an answer that goes on."""
     visitor, _ = ask(visitors, "a", drawing(0))
     visitor = visitors.enter("a", True, TEXT, [])

@@ -200,7 +200,7 @@ def test_truncated_rows_keep_a_label_or_are_refused():
         XAttnDataCollator(processor, max_length=12)([{**row(ANSWER), "images": [picture()]}])
 
 
-def test_train_on_all():
+def test_no_marker_is_a_label_when_all_text_trains():
     """Markers or padding that are trained on with the whole text."""
     processor = make_processor(CHATML)
     batch = XAttnDataCollator(processor, train_on="all")([LONG, SHORT, {"messages": SHORT["messages"][:1]}])

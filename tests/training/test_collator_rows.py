@@ -87,7 +87,7 @@ def test_rows_are_not_changed():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_one_image_column():
+def test_a_column_image_is_read():
     """A column `image` that is not read: the model trains blind."""
     collator = XAttnDataCollator(make_processor(CHATML))
     one, many = collator([{**row(ANSWER), "image": picture(3)}]), collator([{**row(ANSWER), "images": [picture(3)]}])

@@ -95,7 +95,7 @@ def many_pictures(folder, count):
     return folder
 
 
-def test_each_picture_once(model, data, features, tmp_path, capsys, monkeypatch):
+def test_each_image_is_encoded_once(model, data, features, tmp_path, capsys, monkeypatch):
     """A picture encoded for each of its lines or names; the tower's output after the connector, or of other pixels; a
     second run that encodes all again; a picture that was added and is not encoded.
     """
@@ -293,7 +293,7 @@ def test_unreadable_images_are_named_at_the_end(model, tmp_path, capsys):
     assert status == 2 and "3 image(s) cannot be read" in error and "gone.png" in error
 
 
-def test_options_of_encode(model, data, tmp_path, capsys):
+def test_options_of_encode_that_cannot_act_are_refused(model, data, tmp_path, capsys):
     """An option without a meaning that is taken without a word."""
     for option, value in (("--batch-size", "0"), ("--workers", "-1"), ("--shard-size", "0")):
         with pytest.raises(SystemExit):
