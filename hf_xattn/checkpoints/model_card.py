@@ -373,7 +373,7 @@ def blindness(model: ModelWithBlocks) -> str | None:
         untrained = " They are untrained and see nothing yet." if fresh else ""
         what = "The model is blind: it has no vision tower. Its blocks read features (`cross_attention_states`)."
         return what + untrained
-    return "The blocks are untrained: they see nothing yet, and pictures change no answer." if fresh else None
+    return "The blocks are untrained: they see nothing yet, and images change no answer." if fresh else None
 
 
 def _num_parameters(module: nn.Module | None) -> int:

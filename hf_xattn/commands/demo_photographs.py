@@ -41,7 +41,7 @@ from .train import register_train
 SMOLLM2 = "smollm2"
 HELD_OUT, MOST_HELD_OUT = 0.1, 400  # of a user's own rows, this share is held out, but at most this many rows
 ALL = "all"
-WAYS = {"own picture": MODEL, "another picture": ANOTHER, "no picture": BLIND, "most frequent": FREQUENT}
+WAYS = {"own image": MODEL, "another image": ANOTHER, "no image": BLIND, "most frequent": FREQUENT}
 
 
 class OfPhotographs:
@@ -106,7 +106,7 @@ def run_photographs(plan: argparse.Namespace, quick: bool = False) -> dict[str, 
     start = time.perf_counter()
     if plan.pictures is not None and (plan.stamps is not None or plan.grounds is not None):
         raise ValueError(
-            "Expected `--pictures`, or `--stamps` and `--grounds`, got both: pictures of your own stand in place of "
+            "Expected `--pictures`, or `--stamps` and `--grounds`, got both: images of your own take the place of "
             "the demo's photographs. Leave one of them out."
         )
     data = OfPhotographs(plan, quick) if plan.pictures is None else OfOneself(plan)
@@ -134,7 +134,7 @@ def run_photographs(plan: argparse.Namespace, quick: bool = False) -> dict[str, 
     trained = time.perf_counter()
     _train(plan, fresh, rows, model, steps, quick)
     trained = (time.perf_counter() - trained) / 60
-    say("4/4 Questions that it was not trained on, asked with the own picture, another one and none")
+    say("4/4 Questions that it was not trained on, asked with their own image, with another one and without one")
     questions = data.questions(model)
     found, asked, processor = measure(_parsed("eval", model, "--data", "-"), questions)
     results: dict[str, Any] = {

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ..evaluation.questions import Question
     from ..modeling_xattn import XAttnForConditionalGeneration
 
+# What the table calls the ways to ask whose names have another word (see `evaluation.evaluation.BLIND`).
+SHOWN = {"without the picture": "without the image", "with another picture": "with another image"}
+
 EPILOG = """What is measured: each question about images is asked with its own images, with the images of another row,
 and without images, to see whether the answers depend on the images. The last line of that table is the share that the
 most frequent answer alone would get. The intervals are 95 % confidence intervals (Wilson). Each question without images
@@ -63,7 +66,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
         raise ValueError(f"Expected `--answers` to be a new file in a folder that exists, got {arguments.answers}.")
     questions = questions_of_data(arguments)
     if arguments.card and not any(each.pictures for each in questions):
-        raise ValueError("`--card` writes shares of questions about pictures, and the data has none. Leave it out.")
+        raise ValueError("`--card` writes shares of questions about images, and the data has none. Leave it out.")
     found, *_ = measure(arguments, questions)
     if arguments.answers is not None:
         lines = [json.dumps(each, ensure_ascii=False) for each in found.each_question(questions)]
@@ -115,7 +118,7 @@ def questions_of_data(arguments: argparse.Namespace) -> list[Question]:
     if found := find_problems(rows, read, check_pictures)[0]:
         raise ValueError(list_problems(rows, found))
     if arguments.prompt is not None and not any(map(rows.is_caption, read)):
-        raise ValueError(f"`--prompt` is for pictures with a caption, and {rows} has none. Leave it out.")
+        raise ValueError(f"`--prompt` is for images with a caption, and {rows} has none. Leave it out.")
     questions = questions_of((rows[index] for index in read), arguments.by)[: arguments.limit]
     if arguments.by and all(each.group is None for each in questions):
         raise ValueError(f"Expected rows of {arguments.data} to have the field {arguments.by!r} of `--by`, got none.")
@@ -125,27 +128,27 @@ def questions_of_data(arguments: argparse.Namespace) -> list[Question]:
 def _table(found: Evaluation) -> list[str]:
     lines = []
     if found.ways:
-        lines += _heading("questions about pictures")
+        lines += _heading("questions about images")
         lines += _lines(found.ways)
         for group, ways in found.groups.items():
             lines += _lines(ways, f"{group}: ")
     if found.text is not None:
         text = found.text
-        lines += ["", *_heading("questions without a picture")]
+        lines += ["", *_heading("questions without an image")]
         lines += _lines({"the model": text})
         lines.append(f"| the model answers as its base, word for word | {text.exact.of} | {found.as_base} | | |")
         lines += _lines(found.text_groups)
     if (beside := found.beside) is not None:
-        lines += ["", *_heading("the same questions beside a picture of another row")]
-        lines += _lines({"the model": beside.model, "its base, without the picture": beside.base})
+        lines += ["", *_heading("the same questions beside an image of another row")]
+        lines += _lines({"the model": beside.model, "its base, without the image": beside.base})
         lines.append(
-            f"| the model answers as its base without the picture, word for word | {beside.as_base.of} | "
+            f"| the model answers as its base without the image, word for word | {beside.as_base.of} | "
             f"{beside.as_base} | | |"
         )
         if beside.left_out:
-            lines.append(f"{beside.left_out} of them have no user message to put a picture into: they are left out.")
+            lines.append(f"{beside.left_out} of them have no user message to put an image into: they are left out.")
     else:
-        lines += ["", f"Text answers beside a picture were not measured: {found.beside_missing}."]
+        lines += ["", f"Text answers beside an image were not measured: {found.beside_missing}."]
     if found.cut:
         lines.append(f"{found.cut} answers were cut after {found.max_new_tokens} tokens: see --max-new-tokens.")
     return lines
@@ -157,6 +160,6 @@ def _heading(questions: str) -> list[str]:
 
 def _lines(named: dict[str, Scores], group: str = "") -> list[str]:
     return [
-        f"| {group}{name} | {each.exact.of} | {each.exact} | {each.normalised} | {each.contained} |"
+        f"| {group}{SHOWN.get(name, name)} | {each.exact.of} | {each.exact} | {each.normalised} | {each.contained} |"
         for name, each in named.items()
     ]

@@ -178,9 +178,9 @@ def run_encode_features(arguments: argparse.Namespace) -> None:
         world_size=process.world_size,
     )
     who = "" if process.world_size == 1 else f"process {process.rank}: "
-    print(f"{who}{done.new} picture(s) encoded, {done.known} known, {done.nbytes:,} bytes: {arguments.output}")
+    print(f"{who}{done.new} image(s) encoded, {done.known} known, {done.nbytes:,} bytes: {arguments.output}")
     if done.problems:
         lines = [f"\n  {name}: {reason}" for name, reason in done.problems.items()]
-        raise ValueError(f"{len(lines)} picture(s) cannot be read. The others are encoded.{''.join(lines[:20])}")
+        raise ValueError(f"{len(lines)} image(s) cannot be read. The others are encoded.{''.join(lines[:20])}")
     if not done.new + done.known and process.world_size == 1:
-        raise ValueError(f"Expected `--data` to hold pictures, got no picture in {rows}.")
+        raise ValueError(f"Expected `--data` to hold images, got no image in {rows}.")

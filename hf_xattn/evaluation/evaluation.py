@@ -37,13 +37,14 @@ if TYPE_CHECKING:
 
 # An answer may be this many tokens longer than the longest expected one before it is cut.
 MARGIN = 8
+# The names of the ways to ask are keys in the output of `--json` and in results of earlier runs, so they stay.
 MODEL, BLIND, ANOTHER = "the model", "without the picture", "with another picture"
 FREQUENT = "always the most frequent answer"
 TEXT, BESIDE = "text alone", "text beside a picture"
 # Reasons why text questions beside an image were not measured.
-NO_PICTURE = "the data has no picture"
-NO_TEXT = "the data has no question without a picture"
-NO_USER = "no question without a picture has a user message, the place of a picture"
+NO_IMAGE = "the data has no image"
+NO_TEXT = "the data has no question without an image"
+NO_USER = "no question without an image has a user message, into which an image could be put"
 NAMES = {MODEL: "accuracy", BLIND: "accuracy without the picture", FREQUENT: "accuracy of the most frequent answer"}
 TASK = "visual-question-answering"
 TEXT_TASK = "text-generation"
@@ -235,7 +236,7 @@ def ask_beside(
         base (`list[str]`): the answers of the base to `alone`.
     """
     if not about:
-        return NO_PICTURE
+        return NO_IMAGE
     if not alone:
         return NO_TEXT
     asked = beside_pictures(alone, about)

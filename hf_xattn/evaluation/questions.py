@@ -73,7 +73,7 @@ def questions_of(rows: Iterable[Any], by: str | None = None) -> list[Question]:
         if not answers:
             raise ValueError(f"Expected row {number} to have an answer of the assistant, got none.")
         if any(part.get("type") in VIDEOS for message in messages for part in parts_of(message)):
-            raise ValueError(f"Expected row {number} to have no video, got one. Give its frames as pictures.")
+            raise ValueError(f"Expected row {number} to have no video, got one. Give its frames as images.")
         group = None if by is None else row.get(by)
         if group is not None and not isinstance(group, (str, int, float)):
             raise ValueError(

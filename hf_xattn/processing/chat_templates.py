@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jinja2 import TemplateError, meta
@@ -55,11 +56,15 @@ def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def template_variables(*templates: str | None) -> set[str]:
     """Returns the names of the variables that chat templates read: `messages`, `tools`, and those of the caller."""
+    return set().union(*(_variables_of(template) for template in templates if template is not None))
+
+
+@lru_cache(maxsize=16)  # A collator renders each row several times, and parsing takes longer than rendering.
+def _variables_of(template: str) -> frozenset[str]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    parsed = [environment.parse(GENERATION.sub("", template)) for template in templates if template is not None]
-    return set().union(*map(meta.find_undeclared_variables, parsed))
+    return frozenset(meta.find_undeclared_variables(environment.parse(GENERATION.sub("", template))))
 
 
 def check_template(processor: Processor) -> None:

@@ -95,7 +95,7 @@ def build_page(
 
 def _closed() -> dict[str, Any]:
     """Returns arguments of `launch` that turn off everything that the page does not need."""
-    limits: dict[str, Any] = {"most": MAX_REQUEST, "most_requests": MAX_REQUESTS, "remedy": "Send a smaller picture."}
+    limits: dict[str, Any] = {"most": MAX_REQUEST, "most_requests": MAX_REQUESTS, "remedy": "Send a smaller image."}
     middleware = [Middleware(Policy), Middleware(RequestLimits, **limits)]
     without = {"docs_url": None, "redoc_url": None, "openapi_url": None}
     return {
@@ -278,7 +278,7 @@ def _question(text: str, pictures: list[Image.Image]) -> list[dict[str, str]]:
         small.thumbnail((THUMBNAIL, THUMBNAIL))
         buffer = io.BytesIO()
         small.save(buffer, "PNG")
-        shown.append(f"![picture {number + 1}](data:image/png;base64,{b64encode(buffer.getvalue()).decode()})")
+        shown.append(f"![image {number + 1}](data:image/png;base64,{b64encode(buffer.getvalue()).decode()})")
     return [{"role": "user", "content": content} for content in (" ".join(shown), text) if content]
 
 

@@ -83,7 +83,7 @@ def read_picture(given: str | Image.Image) -> Image.Image:
         picture = read_image(opened, name)
     except ValueError as error:
         raise ValueError(
-            f"{name} cannot be read as a picture of at most {MAX_PIXELS // 10**6} megapixels. Try a PNG or JPEG file."
+            f"{name} cannot be read as an image of at most {MAX_PIXELS // 10**6} megapixels. Try a PNG or JPEG file."
         ) from error
     picture.thumbnail((MAX_SIDE, MAX_SIDE))
     return picture
@@ -186,11 +186,11 @@ class Visitors:
         if not text:
             raise ValueError("Write a question first.")
         if len(pictures) > MAX_PICTURES:
-            raise ValueError(f"A message may have {MAX_PICTURES} pictures.")
+            raise ValueError(f"A message may have {MAX_PICTURES} images.")
         with self._lock:
             visitor = self.find(name) if begun else Visitor(ChatSession(*self._arguments, **self._options))
             if visitor.kept + _bytes_of(pictures) > MAX_KEPT:
-                raise ValueError("This conversation has as many pictures as the page keeps. Begin a new one.")
+                raise ValueError("This conversation has as many images as the page keeps. Begin a new one.")
             self._visitors[name] = visitor
             self._visitors.move_to_end(name)
             kept = {known: each.kept for known, each in self._visitors.items()}

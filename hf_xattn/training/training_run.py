@@ -237,16 +237,16 @@ def _facts(options: TrainingOptions, data: RunData, use: PictureUse | None, star
     """Returns what the model card says about the run in addition to what `Trainer` knows."""
     facts = {"examples": f"{len(data.rows):,} of {data.named()}", "prompt for captions": data.rows.prompt}
     if data.texts:
-        facts["text prompts beside a picture"] = f"{100 * options.share_of_text:g} % of rows"
+        facts["text prompts beside an image"] = f"{100 * options.share_of_text:g} % of rows"
     if options.weight_of_text is not None:
-        facts["weight of KL to the text model, for texts beside a picture"] = f"{options.weight_of_text:g}"
+        facts["weight of KL to the text model, for texts beside an image"] = f"{options.weight_of_text:g}"
     if rates.started_rate != 1.0:
         facts["share of the learning rate for weights that do not start at zero"] = f"{rates.started_rate:g}"
     facts["connector and blocks start"] = start
     if use is not None:
         of = "trained rows" if data.others is None else "rows that were not trained on"
-        facts[f"loss of {of}, with their picture"] = f"{use.own:.3f}"
-        facts[f"loss of {of}, with the picture of another row"] = f"{use.another:.3f}"
+        facts[f"loss of {of}, with their image"] = f"{use.own:.3f}"
+        facts[f"loss of {of}, with the image of another row"] = f"{use.another:.3f}"
     return facts
 
 

@@ -120,7 +120,7 @@ class VisionFeatures:
     >>> from transformers import AutoModelForImageTextToText, AutoProcessor
 
     >>> hf_xattn.main(["encode-features", "seeing", "--data", "pictures", "--output", "features"])
-    2 picture(s) encoded, 0 known, ... bytes: features
+    2 image(s) encoded, 0 known, ... bytes: features
     0
     >>> model = AutoModelForImageTextToText.from_pretrained("seeing")
     >>> features = hf_xattn.VisionFeatures("features", model)

@@ -225,7 +225,7 @@ def _check_drops_class_token(strategy: str, vision_config: Any) -> None:
     if kind in WITHOUT_CLASS_TOKEN:
         logger.warning_once(
             f"`vision_feature_select_strategy={strategy!r}` drops the first token of an image, which is a patch of the "
-            f'picture with {kind}: this tower has no class token. Pass "full" to read all patches.'
+            f'image with {kind}: this tower has no class token. Pass "full" to read all patches.'
         )
 
 

@@ -80,7 +80,7 @@ REFUSED = {
     "sam_hq": "it returns no `last_hidden_state`",
     "timesformer": VIDEO,
     "videomae": VIDEO,
-    "vit_mae": "it hides three quarters of the patches of a picture, other ones at each call",
+    "vit_mae": "it hides three quarters of the patches of an image, other ones at each call",
     "vivit": VIDEO,
     "xclip_vision_model": VIDEO,
 }

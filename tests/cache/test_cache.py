@@ -131,7 +131,10 @@ def test_a_new_image_in_a_later_turn(visibility, given, kind, static):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["pixels", "states"])
 def test_same_images_are_not_appended_twice(kind):
-    """Images that come with every call of a filled cache (T#48000), counted again at each."""
+    """Images that come with every call of a filled cache, counted again at each.
+
+    https://github.com/huggingface/transformers/issues/48000
+    """
     model, ids, images = make_model(), token_ids(2, 9), pixels(2, 2)
     inputs = {"pixel_values": images}
     if kind == "states":
@@ -152,7 +155,11 @@ def test_same_images_are_not_appended_twice(kind):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_length_is_the_number_of_image_tokens(name):
-    """A cross half cut to the sliding window, or padded to the text's length (T#46111, T#48141)."""
+    """A cross half cut to the sliding window, or padded to the text's length.
+
+    https://github.com/huggingface/transformers/issues/46111
+    https://github.com/huggingface/transformers/issues/48141
+    """
     model, ids, images = make_model(name), token_ids(1, 4), pixels(1, 3)
     outputs = generate(model, ids, pixel_values=images, return_dict_in_generate=True)
     assert cross_length(outputs[CACHE]) == 48
@@ -180,7 +187,7 @@ def test_length_is_the_number_of_image_tokens(name):
     ],
     ids=["greedy", "static", "beams", "static_beams"],
 )
-def test_ask_again(name, options):
+def test_a_question_leaves_no_trace_in_the_encoded_images(name, options):
     """A first question that changes the answer to the second; a vision tower or projection that runs for a question."""
     model, images = make_model(name), pixels()
     encoded = model.encode_images(pixel_values=images)
@@ -257,7 +264,7 @@ def filled(repeats=1):
     return model, encoded
 
 
-def test_select_after_repeat():
+def test_rows_can_be_selected_after_a_repeat():
     """Text rows counted as image rows after the batch was repeated."""
     _, encoded = filled(repeats=2)
     keys = encoded.cross_attention_cache.layers[0].keys
@@ -355,7 +362,7 @@ def test_reset_forgets_images():
     assert cross_length(cache) == 16
 
 
-def test_static_cross_half():
+def test_the_cross_half_of_a_static_cache_is_static():
     """A cross half beside a static cache that is not recognised as static, so that nothing is compiled."""
     model = make_model()
     outputs = generate(

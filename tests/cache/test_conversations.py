@@ -37,7 +37,7 @@ def read(row: Row, text: str) -> Row:
         ("latest_group", ["000", "100", "100", "001", "001", "001", "001"]),
     ],
 )
-def test_rules(rule, expected):
+def test_each_rule_of_visibility_matches_a_table_by_hand(rule, expected):
     """Rules out padding images that count, and markers beyond the images that do."""
     assert seen(read(row(rule, True, False, True), "tmtmtmt")) == expected
 

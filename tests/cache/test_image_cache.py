@@ -89,7 +89,7 @@ def test_rows_that_are_no_integers(rows):
         select_images(cache, rows)
 
 
-def test_file_round_trip(tmp_path):
+def test_a_file_of_images_keeps_values_masks_and_digests(tmp_path):
     """K/V, masks or digests that do not survive a file."""
     model, ids = make_model(), token_ids(2)
     images, mask = pixels(2, 2), torch.tensor([[True, True], [True, False]])

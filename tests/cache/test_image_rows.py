@@ -157,7 +157,7 @@ def test_a_single_image_token():
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["full", "frozen_base"])
-def test_checkpointing(frozen):
+def test_recomputation_reads_the_image_of_its_own_row(frozen):
     """Rows that the recomputation does not get: it would read the images of others."""
     model = without_dropout(make_model().double())
     if frozen:
@@ -170,7 +170,7 @@ def test_checkpointing(frozen):
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "gpt2"])
-def test_other_decoders(model_type):
+def test_rows_share_images_in_decoders_whose_layers_fetch_them(model_type):
     """Decoders whose layers fetch the images themselves."""
     model = without_dropout(randomize(retrofitted(make_tiny(model_type))).double())
     index, states = torch.tensor([1, 0, 1, 1]), torch.randn(2, 5, 16, dtype=torch.float64)
@@ -179,7 +179,7 @@ def test_other_decoders(model_type):
     assert_same_outputs(outputs_and_gradients(model, **text, cross_attention_states=states, image_rows=index), expected)
 
 
-def test_ddp(tmp_path):
+def test_rows_share_images_under_ddp(tmp_path):
     """A wrapper that hands on positional arguments only, or waits for gradients that do not come."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
@@ -255,7 +255,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_rows_that_point_at_no_image_are_refused(name):
     """Rows that do not exist, images for nobody, and caches that share images in another way."""
     inputs, words = REFUSED[name]
     inputs = {key: value() if callable(value) else value for key, value in inputs.items()}
@@ -263,7 +263,7 @@ def test_refused(name):
         make_model()(token_ids(3), **inputs)
 
 
-def test_generate_says_how():
+def test_generate_refuses_image_rows_and_says_how():
     """`generate` that takes the argument and gives every text row the images of another."""
     with pytest.raises(ValueError, match="encode_images"):
         make_model().generate(token_ids(3), pixel_values=IMAGES, image_rows=ROWS, max_new_tokens=2)

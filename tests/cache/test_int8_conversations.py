@@ -63,7 +63,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_decode(way):
+def test_every_way_to_decode_reads_int8_images_alike(way):
     """Beams that share images and find other scales; a way to decode that reads steps as if they were values."""
     model, reference = both()
     batch = 1 if way == "lookup" else 2
@@ -122,7 +122,7 @@ def test_a_forward_brings_images():
 
 
 @torch.no_grad()
-def test_rows_without_images():
+def test_rows_without_images_are_not_rounded():
     """Text beside an image that is rounded, which sees some of it; padding that counts."""
     model, reference = both()
     ids, images = token_ids(3), pixels(3, 2)
@@ -205,7 +205,7 @@ def test_copies_and_combined_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
-def test_files(tmp_path, dtype):
+def test_a_file_of_int8_images_gives_the_same_answers(tmp_path, dtype):
     """A file of floats, of steps without scales, or one that another dtype is read from."""
     model, file = make_model(dtype=dtype, cross_attention_config={"quiet_softmax": True}), tmp_path / "images"
     ids, cache = token_ids(2), encoded(model, pixels(2, 2), image_mask=torch.tensor([[True, True], [True, False]]))
@@ -232,7 +232,7 @@ def test_maps_of_encoded_images():
 
 
 @torch.no_grad()
-def test_compiled_decoding():
+def test_compiled_steps_read_int8_images_in_one_graph():
     """A graph that breaks at the scales, or compiles again for each image; a compiled step that reads steps."""
     torch._dynamo.reset()
     model, reference = both()
@@ -266,7 +266,7 @@ def test_decode_steps_of_a_program():
     assert all_in_int8(decoded) and decoded.get_seq_length() == 12
 
 
-def test_refused():
+def test_int8_images_refuse_gradients_and_mixed_dtypes():
     """Gradients that silently stop at the rounding, a dtype that nobody knows, two dtypes in one cache."""
     model, ids, images = make_model(), token_ids(), pixels()
     with Counted(model) as counts, pytest.raises(ValueError, match="inference only.*under `torch.no_grad"):

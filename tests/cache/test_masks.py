@@ -83,7 +83,7 @@ def test_masks_of_another_length_are_refused():
 
 @pytest.mark.parametrize("form", ["tiles", "tokens"])
 @pytest.mark.parametrize("method", ["lookup", "assistant"])
-def test_mask_with_candidates(form, method):
+def test_a_mask_for_each_token_fits_candidates(form, method):
     """A per-token mask that candidate tokens do not fit, or that reaches the assistant, which has no place for it."""
     model, ids = make_model(), token_ids(1, 4).repeat(1, 3)
     mask = torch.rand(1, 12, 2) < 0.6

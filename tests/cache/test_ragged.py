@@ -223,7 +223,7 @@ def test_gradients_as_of_each_row_alone(form, checkpointing):
     assert model.blocks[0].attn.k_proj.weight.grad.abs().sum() > 0
 
 
-def test_shared_image_rows():
+def test_ragged_rows_can_share_images():
     """Groups of text rows, where attention needs groups of image rows."""
     model = make_model().double()
     images, ids = pixels(3, 2).double(), token_ids(5, LENGTH)
@@ -250,7 +250,7 @@ def test_text_rows_with_padding_of_their_own():
         assert torch.allclose(together[row], model(ids[row : row + 1], **given).logits[0], atol=1e-9)
 
 
-def test_nothing_but_padding():
+def test_a_batch_of_padding_images_gives_gradients_of_zero():
     """A tower that other processes wait for, or whose weights get no gradient, where a batch has
     padding images only.
     """

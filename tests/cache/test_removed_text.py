@@ -195,7 +195,7 @@ def test_images_stay_without_text(change, model):
 
 
 @torch.no_grad()
-def test_emptied_images(model):
+def test_a_cache_whose_images_were_reset_is_refused(model):
     """A question that is answered without the images, which `reset` removed."""
     cache = model.encode_images(pixel_values=pixels(1, 1))
     cache.reset()

@@ -132,7 +132,7 @@ def tokens(sizes=(2, 2), **fields) -> ImageLayout:
     return ImageLayout.of(sizes, torch.device("cpu"), **fields)
 
 
-def test_sees_all():
+def test_all_text_sees_all_images_but_padding():
     """Rules out a mask where everything is visible, and padding that is forgotten."""
     text = booleans([[0], [0]])
     assert Text(tokens()).sees("all", text) is None
@@ -247,7 +247,7 @@ def test_rows_that_change_places_take_what_they_have_seen_along():
             assert torch.equal(text.sees("previous", part), moved.sees("previous", part))
 
 
-def test_append():
+def test_appended_images_keep_their_own_numbers_and_masks():
     """Rules out later images that take the numbers of earlier ones, or masks that shift."""
     first = tokens(token_mask=booleans([[1, 1, 1, 0]]))
     both = first.append(tokens((2,), image_mask=booleans([[0]])))
@@ -258,7 +258,7 @@ def test_append():
     assert tokens().append(tokens()).token_mask is None
 
 
-def test_select():
+def test_selected_rows_keep_their_own_padding():
     """Rules out rows that keep another row's padding."""
     layout = tokens(token_mask=booleans([[1, 1, 1, 1], [1, 1, 0, 0]]), image_mask=booleans([[1, 1], [1, 0]]))
     taken = layout.select(torch.tensor([1, 1, 0]), 2)
@@ -267,7 +267,7 @@ def test_select():
     assert (taken.num_images, taken.num_tokens) == (2, 4)
 
 
-def test_mask_errors():
+def test_masks_of_wrong_dtype_or_shape_are_refused():
     """Rules out a mask of 0 and 1, or of a wrong shape, that is taken for something else."""
     with pytest.raises(TypeError, match=r"`cross_attention_mask`.*torch.int64.*\.bool\(\)"):
         check_cross_attention_mask(torch.ones(2, 4, dtype=torch.long), 2, 3, 4)

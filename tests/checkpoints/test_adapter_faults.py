@@ -15,7 +15,7 @@ from hf_xattn import retrofit
 from hf_xattn.checkpoints.folders import MANIFEST
 
 
-def test_base_that_changed(vision, tmp_path):
+def test_a_base_with_other_weights_is_refused(vision, tmp_path):
     """Other weights of the same shape, which answer otherwise; and a base as it was, refused."""
     model = make(tmp_path, vision)
     model.save_pretrained(tmp_path / "added", adapter_only=True)
@@ -90,7 +90,7 @@ def test_state_dict_without_buffers(tmp_path):
     same_model(model, AutoModelForImageTextToText.from_pretrained(tmp_path / "added"))
 
 
-def test_half_written_folders(vision, tmp_path):
+def test_half_written_folders_are_refused(vision, tmp_path):
     """A folder of which a part was written, cut off, or mixed with another; and leftovers of a save that failed."""
     model = make(tmp_path, vision)
     folder = tmp_path / "added"
@@ -158,7 +158,7 @@ def test_another_save_into_the_same_folder(vision, tmp_path):
     same_model(model, AutoModelForImageTextToText.from_pretrained(folder))
 
 
-def test_files_of_others(vision, tmp_path):
+def test_a_save_keeps_the_files_of_others(vision, tmp_path):
     """A user's backup of trained blocks that a save removes; a trainer's files that make the folder one of pickled
     weights.
     """

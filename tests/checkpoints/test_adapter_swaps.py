@@ -109,14 +109,14 @@ def test_the_text_model_of_a_loaded_model(folders):
     same_model(own(folders, "b"), on(remove_blocks(body), folders, "body"))
 
 
-def test_auto_classes(folders):
+def test_auto_classes_use_the_loaded_text_model_itself(folders):
     """A text model that an Auto class copies, and that is then left without blocks."""
     base = AutoModelForCausalLM.from_pretrained(folders / "text-llama")
     model = AutoModelForImageTextToText.from_pretrained(folders / "a", text_base=base)
     assert model.model.text_model is base and torch.equal(logits_of(model), logits_of(own(folders, "a")))
 
 
-def test_dtypes(folders, caplog):
+def test_parts_have_the_dtypes_that_they_have_beside_a_loaded_base(folders, caplog):
     """Blocks, connector or tower in another dtype than beside a text model that is loaded with them."""
     transformers.logging.enable_propagation()
     for name in "ca":
@@ -133,7 +133,7 @@ def test_dtypes(folders, caplog):
         assert "in torch.bfloat16, so whether it is the base" in caplog.text
 
 
-def test_saved_again(folders):
+def test_a_model_on_a_loaded_base_saves_everything_again(folders):
     """A model that was put onto a text model and is saved without its base, its tower or its trained weights."""
     base = AutoModelForCausalLM.from_pretrained(folders / "text-llama")
     for name in "ca":
@@ -209,7 +209,7 @@ def test_caches_of_the_same_folder(folders):
     own(folders, "b")(token_ids(), **IMAGES, cache=empty)
 
 
-def test_image_store(folders):
+def test_the_store_of_an_earlier_model_gives_no_images(folders):
     """Images that a store of the model before holds."""
     model = own(folders, "a")
     model.enable_image_store()
@@ -260,7 +260,7 @@ def test_what_does_not_fit(folders, caplog):
         on(remove_blocks(changed), folders, "a")
 
 
-def test_features_and_pixels(folders):
+def test_a_folder_without_a_tower_follows_one_with_a_tower(folders):
     """A folder without a tower after one with a tower."""
     features = randomize(retrofit(folders / "text-llama", every=2), 8)
     features.save_pretrained(folders / "features", adapter_only=True)

@@ -49,7 +49,7 @@ IMAGES = {"pixel_values": pixels()}
 
 @pytest.mark.parametrize("name", TEXT_CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_round_trip(name, dtype, vision, tmp_path):
+def test_bases_and_added_weights_are_the_model_again(name, dtype, vision, tmp_path):
     """A weight that neither the bases nor the folder hold; a tie that is lost; a folder with the bases in it."""
     model = make(tmp_path, vision, name, dtype)
     model.save_pretrained(tmp_path / "added", adapter_only=True)
@@ -104,7 +104,7 @@ def test_classes_and_their_arguments(auto_class, vision, tmp_path):
         loader.from_pretrained(tmp_path / "added", image_visibilty="latest")
 
 
-def test_body(vision, tmp_path):
+def test_a_body_loads_without_its_head(vision, tmp_path):
     """`AutoModel` of a folder with a head, and a body that was saved alone."""
     model = make(tmp_path, vision)
     model.save_pretrained(tmp_path / "added", adapter_only=True)
@@ -130,7 +130,7 @@ def test_device_map_with_disk(vision, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 @pytest.mark.parametrize("in_head", [False, True])
-def test_added_vocabulary(name, in_head, vision, tmp_path):
+def test_added_vocabulary_is_saved_with_the_blocks(name, in_head, vision, tmp_path):
     """Rows behind the vocabulary that are left with the base, tied or not."""
     model = make(tmp_path, vision, name, additional_vocab_size=3, additional_vocab_in_head=in_head)
     model.get_input_embeddings().additional.weight.data.normal_()
@@ -179,7 +179,7 @@ def test_more_words_in_the_vocabulary(vision, tmp_path):
     same_model(model, AutoModelForImageTextToText.from_pretrained(tmp_path / "added"))
 
 
-def test_shards(vision, tmp_path):
+def test_every_shard_of_added_weights_is_loaded(vision, tmp_path):
     """A shard that is left behind."""
     model = make(tmp_path, vision)
     model.save_pretrained(tmp_path / "added", adapter_only=True, max_shard_size="40KB")
@@ -232,7 +232,7 @@ def test_text_half_and_vision_half(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["tower", "mllama"])
-def test_tiled_tower(source, tmp_path):
+def test_a_tiled_tower_stays_with_its_base(source, tmp_path):
     """Mllama's tower, with its tiles."""
     make_mllama().save_pretrained(tmp_path / "mllama")
     tower = MllamaVisionModel.from_pretrained(tmp_path / "mllama")
@@ -252,7 +252,7 @@ def test_tiled_tower(source, tmp_path):
         assert torch.equal(model(**call).logits, loaded(**call).logits)
 
 
-def test_custom_decoder(registered_decoder, vision, tmp_path):
+def test_a_decoder_that_a_caller_registered_is_loaded(registered_decoder, vision, tmp_path):
     """A decoder that transformers does not know, registered by the caller."""
     make_custom().save_pretrained(tmp_path / "text")
     model = randomize(retrofit(tmp_path / "text", vision, every=2)).eval()
@@ -260,7 +260,7 @@ def test_custom_decoder(registered_decoder, vision, tmp_path):
     same_model(model, AutoModelForImageTextToText.from_pretrained(tmp_path / "added"))
 
 
-def test_in_another_process(vision, tmp_path):
+def test_another_process_loads_the_folder(vision, tmp_path):
     """Anything that only this process knows; a relative path of a base."""
     make_base(tmp_path / "text")
     here = os.getcwd()
@@ -393,7 +393,7 @@ def test_settings_of_a_text_model(options, first, tmp_path):
     XAttnForConditionalGeneration.from_pretrained(tmp_path / "first", text_base=base)
 
 
-def test_another_head(first, tmp_path):
+def test_rows_of_an_earlier_head_do_not_stay(first, tmp_path):
     """Rows of a head that stay when another folder has none, or only rows of embeddings."""
     options = {"one": (2, True), "other": (2, False), "none": (0, False)}
     for name, (size, in_head) in options.items():

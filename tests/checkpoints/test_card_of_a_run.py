@@ -37,7 +37,7 @@ def test_an_optimizer_of_ones_own(tmp_path):
     assert facts["weight decay"] == "0.1" and facts["parameters trained"].startswith(f"{trained:,} of")
 
 
-def test_the_best_checkpoint(tmp_path):
+def test_the_card_gives_the_loss_of_the_saved_checkpoint(tmp_path):
     """The loss of the last step beside the weights of an earlier one."""
     processor = make_processor(CHATML)
     model = make_chat_model(processor)

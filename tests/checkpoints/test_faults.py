@@ -99,7 +99,7 @@ WAYS = {
     [(way, 6) for way in ("whole over whole", "shards over whole", "nothing there")]
     + [pytest.param(way, None, marks=slow) for way in WAYS],
 )
-def test_save_pretrained(way, at_most, models, tmp_path):
+def test_a_killed_save_leaves_the_old_model_or_the_new_one(way, at_most, models, tmp_path):
     """Weights of two saves, or of one with the configuration of the other; files of others that are lost; leftovers
     for ever.
     """
@@ -181,7 +181,7 @@ def command(folder, name, output):
         for is_there in (False, True)
     ],
 )
-def test_commands(name, is_there, at_most, checkpoints, tmp_path):
+def test_a_killed_command_can_run_again(name, is_there, at_most, checkpoints, tmp_path):
     """A half-made folder that blocks its own rerun; hidden folders that nobody removes; a model
     without its processor.
     """
@@ -195,7 +195,7 @@ def test_commands(name, is_there, at_most, checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize("at_most", [3, pytest.param(None, marks=slow)], ids=["some", "all"])
-def test_processor(at_most, checkpoints, tmp_path):
+def test_a_killed_save_leaves_a_whole_processor(at_most, checkpoints, tmp_path):
     """A tokenizer that is cut off, or with the settings of another one."""
     processor = AutoProcessor.from_pretrained(checkpoints / "made")
     before, work = tmp_path / "before", tmp_path / "work"
@@ -209,7 +209,7 @@ def test_processor(at_most, checkpoints, tmp_path):
     assert "another" in AutoProcessor.from_pretrained(work / "saved").tokenizer.get_vocab()
 
 
-def test_image_cache(tmp_path):
+def test_a_killed_save_leaves_a_whole_file_of_images(tmp_path):
     """A file of encoded images that is cut off, in place of one that could be read."""
     model = make_model()
     before, work = tmp_path / "before", tmp_path / "work"

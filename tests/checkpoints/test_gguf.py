@@ -216,7 +216,7 @@ def test_the_tokenizer_in_an_old_transformers(folder, tmp_path, capsys, monkeypa
 
 
 @needs_part("special tokens of a GGUF file")
-def test_command_line(folder, tmp_path, capsys):
+def test_retrofit_of_a_gguf_file_keeps_tokenizer_and_template(folder, tmp_path, capsys):
     """A model without its tokenizer, or a tokenizer without chat template, special tokens or images."""
     for index, source in enumerate(([folder / "tiny.gguf"], [folder, "--gguf-file", "tiny.gguf"])):
         out = tmp_path / str(index)

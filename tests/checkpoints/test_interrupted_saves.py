@@ -33,7 +33,7 @@ def test_a_model_and_the_base_of_an_adapter(load_class, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["load_adapter", *LOADS])
-def test_an_adapter(way, tmp_path):
+def test_a_half_saved_peft_adapter_is_refused(way, tmp_path):
     """The rank and scale of a new adapter (PEFT) with the weights of the old one."""
     peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     model = make_model()
@@ -45,7 +45,7 @@ def test_an_adapter(way, tmp_path):
         (model.load_adapter if way == "load_adapter" else way.from_pretrained)(tmp_path / "lora")
 
 
-def test_added_weights(tmp_path):
+def test_half_saved_added_weights_are_refused(tmp_path):
     """Blocks of one save with the manifest of another; weights of a base that nobody looked at."""
     model = retrofit(make_base(tmp_path / "text"), cross_attention={"context_size": 32})
     model.save_pretrained(tmp_path / "added", adapter_only=True)

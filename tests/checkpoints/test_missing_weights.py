@@ -65,7 +65,7 @@ def damage(file, part, renamed=False):
 
 @pytest.mark.parametrize("renamed", [False, True], ids=["missing", "renamed"])
 @pytest.mark.parametrize("case", CASES)
-def test_refused(case, renamed, tmp_path):
+def test_a_checkpoint_without_all_weights_is_refused(case, renamed, tmp_path):
     """A model that answers with random weights, or is blind, and says so in a table of the log at most."""
     decoder, part, count, first = CASES[case]
     make_model(decoder).save_pretrained(tmp_path)
@@ -80,7 +80,7 @@ def test_refused(case, renamed, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["experts.2.w3", "experts.2."])
-def test_a_missing_expert(part, tmp_path):
+def test_a_layer_that_lacks_an_expert_is_refused(part, tmp_path):
     """A layer whose experts are fewer than its router chooses from."""
     make_model("mixtral").save_pretrained(tmp_path)
     damage(tmp_path / "model.safetensors", LAYER + "block_sparse_moe." + part)
@@ -129,7 +129,7 @@ def test_weights_of_the_caller():
     assert all(parameter.isfinite().all() for parameter in new.parameters())
 
 
-def test_beside_an_adapter(tmp_path):
+def test_a_base_below_an_adapter_must_be_complete(tmp_path):
     """A base that is not complete, below an adapter (PEFT) in the same folder: the report on the adapter hides it."""
     pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     model = make_model()
@@ -150,7 +150,7 @@ def bases(tmp_path):
     return tmp_path
 
 
-def test_added_weights(bases):
+def test_added_weights_that_lack_some_are_refused(bases):
     """A folder of added weights that lacks some, as its manifest says, or whose base does."""
     model = randomize(retrofit(bases / "text", bases / "vision", cross_attention_layers=[1, 3]))
     added = bases / "added"
@@ -185,7 +185,7 @@ def test_base_of_a_retrofit(bases):
     assert model(token_ids(), pixel_values=pixels()).logits.isfinite().all()
 
 
-def test_command_check(tmp_path, capsys):
+def test_check_refuses_a_checkpoint_without_its_connector(tmp_path, capsys):
     """`hf-xattn check` that says of a random connector that all holds."""
     make_model().save_pretrained(tmp_path)
     damage(tmp_path / "model.safetensors", "model.connector.")
@@ -193,7 +193,7 @@ def test_command_check(tmp_path, capsys):
     assert "is not complete: 4 weights are missing, 'model.connector.layers.0.bias'" in capsys.readouterr().err
 
 
-def test_resumed_run(tmp_path, capsys):
+def test_resume_refuses_a_checkpoint_without_its_connector(tmp_path, capsys):
     """A run that goes on from a checkpoint without its connector, with that of the model it began with."""
     save_chat_model(tmp_path / "model")
     data, out = write_examples(tmp_path / "data", MIXED), tmp_path / "out"

@@ -120,7 +120,7 @@ def test_folders_are_no_repositories(bases):
     assert "base_model" not in card_of(bases / "again")[0]
 
 
-def test_licences(bases):
+def test_a_card_names_a_licence_only_if_both_bases_have_it(bases):
     """A licence that nobody gave."""
 
     def licence(text, vision):
@@ -170,7 +170,7 @@ def test_results_and_training(tmp_path):
     assert "| data | a \\| b |" in card and rows_of(card)["accuracy"] == "97 %"
 
 
-def test_example_questions(tmp_path):
+def test_example_questions_come_back_from_the_card(tmp_path):
     """Questions that get lost, or a card of a stranger whose widget breaks a page."""
     model = make_model()
     model.save_pretrained(tmp_path)
@@ -188,7 +188,7 @@ def test_example_questions(tmp_path):
         assert example_questions(str(tmp_path)) == found
 
 
-def test_trainer(tmp_path):
+def test_a_card_of_trainer_is_completed_and_not_lost(tmp_path):
     """Two cards that overwrite each other, or a run that ends at its card."""
     example = {"input_ids": token_ids()[0], "labels": token_ids()[0], "pixel_values": pixels()[0]}
     arguments = TrainingArguments(

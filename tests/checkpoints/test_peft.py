@@ -77,8 +77,9 @@ PLACES = {
 @pytest.mark.parametrize("saved", [False, True], ids=["adapter", "beside_modules_to_save"])
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
 def test_adapter_from_training_to_merging(where, saved, task, base, tmp_path):
-    """An adapter in the tower that nobody asked for (huggingface/peft#2615), that is lost on the way, or that merges
-    wrongly.
+    """An adapter in the tower that nobody asked for, that is lost on the way, or that merges wrongly.
+
+    https://github.com/huggingface/peft/issues/2615
     """
     if saved and where in ("blocks", "both"):
         saved = ["connector"]  # a block that trains whole needs no adapter
@@ -148,7 +149,7 @@ def test_names_stand_for_one_module_each():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "mixtral", "gpt_neox", "phi3", "llama_tied"])
-def test_other_decoders(name):
+def test_lora_finds_the_layers_of_other_decoders(name):
     """A decoder whose layers have other names, or classes that are no `nn.Linear`."""
     model = make_model(name)
     base = logits_of(model)
@@ -225,7 +226,7 @@ def test_blocks_that_train_whole(base):
 
 
 @pytest.mark.parametrize("where", ["text", "blocks", "both"])
-def test_gradient_checkpointing(where, base):
+def test_adapters_get_gradients_under_checkpointing(where, base):
     """Adapters that silently get no gradient, because nothing in front of them requires one."""
     model = load(base)
     wrapped = peft.get_peft_model(

@@ -56,7 +56,7 @@ def tuned(name, model):
 
 
 @pytest.mark.parametrize("name", WORKING)
-def test_method(name):
+def test_each_method_learns_beside_images_or_is_refused(name):
     """An adapter that gets no gradient, that hides the images, or that `generate` leaves out."""
     model = tuned(name, make_model())
     model.train()(input_ids=IDS, pixel_values=PIXELS, labels=IDS).loss.backward()

@@ -67,7 +67,7 @@ def logits_of(model):
     return model(token_ids(), pixel_values=pixels()).logits
 
 
-def test_adapter_only(model, uploaded):
+def test_an_upload_of_added_weights_leaves_the_bases_out(model, uploaded):
     """The bases' weights on the Hub, a card that is transformers' empty form, or a name of a folder that is gone."""
     model, cache = model
     model.push_to_hub("somebody/added", adapter_only=True, with_code=True)
@@ -105,7 +105,7 @@ def test_name_of_a_model_that_was_pushed(uploaded, tmp_path):
     assert model.name_or_path == model.config.name_or_path == str(tmp_path / "saved")
 
 
-def test_whole(uploaded):
+def test_an_upload_of_a_whole_model_loads_with_equal_logits(uploaded):
     """An argument of this package that transformers drops on the way."""
     model = make_model()
     model.push_to_hub("somebody/whole", with_code=True)

@@ -36,7 +36,10 @@ def logits_of(model):
 
 @ON_METHODS
 def test_only_the_text_model_is_quantized(method):
-    """Blocks, connector or tower in 8 bit without a word (unslothai/unsloth-zoo#594), or a decoder that is not."""
+    """Blocks, connector or tower in 8 bit without a word, or a decoder that is not.
+
+    https://github.com/unslothai/unsloth-zoo/issues/594
+    """
     from_folder = retrofit(
         folder() / "text",
         folder() / "vision",

@@ -152,7 +152,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("case", "base"), PAIRS)
-def test_saving(case, base, tmp_path):
+def test_every_save_loads_with_equal_logits_or_is_refused(case, base, tmp_path):
     """A folder that loads as another model, or a folder that is spoilt by a save that fails."""
     prepare, *expected = CASES[case]
     if base != "float":

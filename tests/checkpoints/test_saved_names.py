@@ -114,7 +114,7 @@ def test_added_weights_beside_a_mixture_of_experts(tmp_path):
         model.save_pretrained(tmp_path / "added", adapter_only=True, save_original_format=True)
 
 
-def test_offloaded_experts(tmp_path):
+def test_experts_on_a_disk_are_saved_under_their_names(tmp_path):
     """Experts on a disk that are saved as they lie there, or not at all."""
     model = make_model("mixtral", vision=False)
     model.save_pretrained(tmp_path / "model")

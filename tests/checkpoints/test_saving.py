@@ -38,7 +38,7 @@ def same_tensors(model, other):
 
 
 @pytest.mark.parametrize("name", TEXT_CONFIGS)
-def test_round_trip(name, tmp_path):
+def test_a_loaded_model_has_the_logits_of_the_saved_one(name, tmp_path):
     """Loaded weights that are initialised again, a tie that is saved twice or lost, a decoder whose names change."""
     model = make_model(name)
     model.save_pretrained(tmp_path)
@@ -55,7 +55,7 @@ def test_round_trip(name, tmp_path):
 
 @pytest.mark.parametrize("auto_class", AUTO_CLASSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_auto_classes(auto_class, dtype, tmp_path):
+def test_each_auto_class_loads_the_model_with_float32_gates(auto_class, dtype, tmp_path):
     """An Auto class that does not know the model, or loads gates and norms in bfloat16."""
     model = make_model(dtype=dtype)
     if dtype == torch.bfloat16:
@@ -69,7 +69,7 @@ def test_auto_classes(auto_class, dtype, tmp_path):
     assert loaded.blocks[0].attn_gate.dtype == torch.float32 and loaded.blocks[0].attn.q_proj.weight.dtype == dtype
 
 
-def test_body_alone(tmp_path):
+def test_auto_model_loads_the_body_of_a_model_with_a_head(tmp_path):
     """`AutoModel` of a saved model with a head: the same hidden states."""
     model = make_model()
     model.save_pretrained(tmp_path)
@@ -157,7 +157,7 @@ def test_overrides_are_checked(auto_class, override, message, tmp_path):
         auto_class.from_pretrained(tmp_path, **override)
 
 
-def test_overrides_act(tmp_path):
+def test_arguments_of_from_pretrained_override_saved_fields(tmp_path):
     """A setting that `from_pretrained` puts over the saved one, and that is lost."""
     make_model().save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, image_visibility="latest", image_token_id=3, connector_bias=False)
@@ -183,7 +183,7 @@ def test_attributes_of_a_later_version_survive(tmp_path):
     assert (config.image_visibility_window, config.cross_attention_config.gate_inits) == (3, 3)
 
 
-def test_without_vision_tower(tmp_path):
+def test_a_model_for_features_loads_without_a_tower(tmp_path):
     """A tower that appears when a model for features is loaded."""
     model = make_model(vision=False)
     model.save_pretrained(tmp_path)
@@ -203,7 +203,7 @@ def test_generation_settings_survive(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id == 17
 
 
-def test_shards(tmp_path):
+def test_a_sharded_checkpoint_holds_the_blocks(tmp_path):
     """Blocks that fall between the files of a sharded checkpoint."""
     model = make_model("llama_tied")
     model.save_pretrained(tmp_path, max_shard_size="40KB")
@@ -237,7 +237,7 @@ def test_blocks_that_may_be_missing_start_at_the_base(style, tmp_path):
             assert (block.attn_norm.weight == 1).all()
 
 
-def test_meta_device():
+def test_a_model_is_built_without_memory_on_the_meta_device():
     """A model that cannot be built without memory for its weights (accelerate, FSDP, size estimates)."""
     with torch.device("meta"):
         model = XAttnForConditionalGeneration(

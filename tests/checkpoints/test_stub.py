@@ -354,7 +354,7 @@ def test_files_of_others_are_kept(tmp_path):
 
 
 @torch.no_grad()
-def test_with_custom_code(checkpoints):
+def test_custom_code_of_decoder_and_tower_comes_along(checkpoints):
     """A decoder and a tower whose code stands beside that of this package."""
     made = randomize(retrofit(checkpoints / "text", checkpoints / "vision", every=2, trust_remote_code=True)).eval()
     made.save_pretrained(checkpoints / "model", with_code=True)
@@ -385,7 +385,7 @@ def test_uploads_hold_the_stub(tmp_path):
     assert "xattn_stub.py" not in model.config._get_files_timestamps(tmp_path)
 
 
-def test_transformers_serve(chat_folder, tmp_path):
+def test_transformers_serve_knows_the_model_of_a_saved_folder(chat_folder, tmp_path):
     """Transformers' own server, which knows classes of transformers only."""
     pytest.importorskip("fastapi")
     script = """

@@ -57,7 +57,7 @@ class SmallDisk:
 
 @posix
 @pytest.mark.parametrize("adapter_only", [False, True], ids=["whole", "added"])
-def test_a_full_disk(adapter_only, models, tmp_path):
+def test_a_full_disk_keeps_the_model_of_before(adapter_only, models, tmp_path):
     """A model that is lost for one that was not written; an error that does not say so, or names a hidden folder."""
     models[0].save_pretrained(tmp_path / "old", adapter_only=adapter_only)
     before = content(tmp_path)
@@ -253,7 +253,7 @@ def test_files_move_in_turns(tmp_path, monkeypatch):
 # --- what lies in a folder
 
 
-def test_links(models, tmp_path):
+def test_links_stay_links_and_their_targets_stay(models, tmp_path):
     """A link to a folder, or to a file in a cache of downloads, that is replaced, or written through."""
     models[0].save_pretrained(tmp_path / "real")
     blob = tmp_path / "blob"
@@ -315,7 +315,7 @@ def test_a_save_of_another_machine(tmp_path, monkeypatch):
     assert left.exists()
 
 
-def test_files(tmp_path):
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     """A file that is gone after an error; hidden folders beside it."""
     path = tmp_path / "file"
     path.write_text("old")
@@ -332,7 +332,7 @@ def test_files(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_without_locks(tmp_path, monkeypatch):
+def test_a_save_works_where_folders_cannot_be_locked(tmp_path, monkeypatch):
     """A system that cannot lock folders, where a save fails, or removes files of one that is under way."""
     monkeypatch.setitem(sys.modules, "fcntl", None)
     left = tmp_path / f"{HIDDEN}left"

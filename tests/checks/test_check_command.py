@@ -47,7 +47,7 @@ def lines_of(out):
     return {line[13:30].strip(): (line[:13].strip(), line[30:]) for line in out.splitlines()[1:-1]}
 
 
-def test_lines(folder, capsys):
+def test_each_check_prints_a_line_with_a_number(folder, capsys):
     """A line that is missing, has no number, or comes only when all is over; a status that says otherwise than the
     lines.
     """
@@ -69,7 +69,7 @@ def leak(monkeypatch):
     monkeypatch.setattr(GatedCrossAttentionBlock, "forward", lambda *args, **named: forward(*args, **named) + 1e-4)
 
 
-def test_a_broken_promise(folder, capsys, monkeypatch):
+def test_a_broken_promise_gives_a_status_that_says_so(folder, capsys, monkeypatch):
     """A row that sees the image of another, and status 0."""
     leak(monkeypatch)
     status, out, _ = run(capsys, folder / "model", *QUICK)
@@ -77,7 +77,7 @@ def test_a_broken_promise(folder, capsys, monkeypatch):
     assert lines_of(out)["image-less-rows"][0] == "BROKEN" and lines_of(out)["cache-dynamic"][0] == "holds"
 
 
-def test_json(folder, capsys, monkeypatch):
+def test_the_json_output_agrees_with_the_exit_status(folder, capsys, monkeypatch):
     """Output that a program cannot read, or a status that it does not agree with."""
     for expected in (0, 1):
         if expected:
@@ -111,13 +111,13 @@ def test_json_has_no_infinity(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["added", "features"])
-def test_other_folders(name, folder, capsys):
+def test_folders_without_bases_or_tower_can_be_checked(name, folder, capsys):
     """A folder without the bases' weights, or a model without a vision tower, that cannot be checked."""
     status, out, error = run(capsys, folder / name, *QUICK)
     assert status == 0 and lines_of(out)["cache-dynamic"][0] == "holds", out + error
 
 
-def test_an_imported_model(tmp_path, capsys):
+def test_an_imported_model_can_be_checked(tmp_path, capsys):
     """Tiles, image markers and added tokens that random inputs do not fit."""
     make_mllama().save_pretrained(tmp_path / "theirs")
     assert main(["import", str(tmp_path / "theirs"), "--output", str(tmp_path / "ours")]) == 0
@@ -127,7 +127,7 @@ def test_an_imported_model(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("method", ["torchao_8bit", "bitsandbytes_8bit", "bitsandbytes_4bit"])
-def test_a_quantized_base(method, tmp_path, capsys):
+def test_a_quantized_model_passes_its_checks(method, tmp_path, capsys):
     """A quantized model that is called broken."""
     model = AutoModelForImageTextToText.from_pretrained(
         quantized_folder() / "model", quantization_config=quantization(method), dtype=torch.bfloat16
@@ -147,7 +147,7 @@ def test_code_of_a_checkpoint(checkpoints, capsys):
     assert status == 0, out + error
 
 
-def test_wrong_usage(folder, tmp_path, capsys):
+def test_wrong_usage_ends_with_a_sentence_before_any_work(folder, tmp_path, capsys):
     """A text checkpoint that is checked, or a misspelled check: after work, with a traceback."""
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "adapter_config.json").write_text("{")

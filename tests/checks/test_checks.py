@@ -38,7 +38,7 @@ def states_of(model):
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gemma3"])
-def test_a_sound_model(name):
+def test_a_sound_model_passes_every_check(name):
     """A check that fails on a sound model: with tied weights and a tower, with sliding windows and features."""
     model = make_model(name, vision=name == "llama_tied")
     before = states_of(model)
@@ -62,7 +62,7 @@ def test_a_sound_model(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", SERVED)
-def test_every_architecture(model_type, dtype, tmp_path):
+def test_a_sound_model_of_every_architecture_passes(model_type, dtype, tmp_path):
     """A decoder on which a sound model is called broken."""
     retrofitted(make_tiny(model_type, dtype)).save_pretrained(tmp_path)
     results = checked(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval())
@@ -107,7 +107,7 @@ FLAMINGO = {"zero_init": False, "gate_init": 0.0}
 @pytest.mark.parametrize(
     "config", [{}, FLAMINGO, {"gate": "none"}, {"mlp_type": "none"}, {**FLAMINGO, "mlp_type": "none"}], ids=str
 )
-def test_a_fresh_model(config):
+def test_a_fresh_model_passes_every_check(config):
     """A fresh model that fails, or whose caches are compared while its images change nothing."""
     model = make_model(random=False, cross_attention_config=config)
     before = states_of(model)
@@ -257,7 +257,7 @@ def test_a_model_that_raises():
     )
 
 
-def test_unknown_names():
+def test_an_unknown_name_of_a_check_is_refused():
     """A check that someone wants to leave out and misspells, after an hour of others."""
     with pytest.raises(ValueError, match="Expected `--skip` to be one of image-less-rows, .*, got 'caches'"):
         run_checks(make_model(), skip=["caches"])

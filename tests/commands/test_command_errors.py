@@ -50,7 +50,7 @@ def needed(command):
 
 
 @pytest.mark.parametrize("command", DEVICES)
-def test_devices(saved, data, tmp_path, capsys, command):
+def test_a_device_that_is_missing_is_an_error_before_loading(saved, data, tmp_path, capsys, command):
     """An error of torch after minutes of loading, for a device that this machine lacks; choices of one command that
     another refuses.
     """
@@ -75,7 +75,7 @@ def test_devices_that_there_are(saved, data, tmp_path, capsys, device):
 
 
 @pytest.mark.parametrize("command", with_model("", "", ""))
-def test_names_of_nothing(data, tmp_path, monkeypatch, capsys, command):
+def test_a_mistyped_folder_is_named_in_a_sentence(data, tmp_path, monkeypatch, capsys, command):
     """A mistyped folder that ends with a traceback, or leaves a folder."""
     needed(command)
     monkeypatch.chdir(tmp_path)
@@ -95,7 +95,7 @@ def test_a_model_without_a_tower(saved, data, tmp_path, capsys):
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_a_damaged_tokenizer(saved, tmp_path, capsys):
+def test_a_damaged_tokenizer_is_named(saved, tmp_path, capsys):
     """A tokenizer that is said to be missing, and a model saved without it."""
     shutil.copytree(saved / "text", tmp_path / "text")
     (tmp_path / "text" / "tokenizer.json").write_text('{"model": ')
@@ -111,14 +111,14 @@ def test_a_bug_keeps_its_traceback(saved, monkeypatch):
             main(["inspect", str(saved / "model")])
 
 
-def test_a_second_source(capsys):
+def test_a_second_source_is_refused(capsys):
     """Questions that are not asked, because a later option has taken the place of theirs."""
     with pytest.raises(SystemExit):
         main(["eval", "model", "--data", "one", "--data", "two"])
     assert "--data: expected one source, got 'one' and 'two'" in capsys.readouterr().err
 
 
-def test_the_command_alone(capsys):
+def test_the_command_alone_prints_its_help(capsys):
     """An error about a missing argument, where a person asks what there is."""
     assert main([]) == 0
     begins = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]

@@ -53,7 +53,7 @@ def test_retrofit_writes_model_and_processor(saved):
     assert isinstance(AutoProcessor.from_pretrained(saved / "model"), XAttnProcessor)
 
 
-def test_import_and_export(tmp_path, capsys):
+def test_a_checkpoint_is_imported_and_exported(tmp_path, capsys):
     """A checkpoint that cannot be brought over from the command line."""
     make_mllama().save_pretrained(tmp_path / "theirs")
     status, out, _ = run(capsys, "import", tmp_path / "theirs", "--output", tmp_path / "ours")
@@ -158,13 +158,13 @@ def test_processor_of_a_state_dict(marker, tmp_path, capsys):
     assert ("has no token 98" in out) == (marker == 98)
 
 
-def test_inspect_architectures(capsys):
+def test_inspect_prints_the_table_of_decoders(capsys):
     """A table of decoders that is not printed, or not the one the tests check."""
     status, out, _ = run(capsys, "inspect", "--architectures")
     assert status == 0 and out.strip() == markdown_table()
 
 
-def test_inspect(saved, capsys):
+def test_inspect_prints_figures_that_follow_from_the_sizes(saved, capsys):
     """Figures that do not follow from the model's sizes."""
     status, out, _ = run(capsys, "inspect", saved / "model")
     assert status == 0
@@ -181,7 +181,7 @@ def test_inspect(saved, capsys):
     assert figures["compute added a text token"].startswith(f"{flops:,} FLOP")
 
 
-def test_generate_and_encode(saved, capsys, tmp_path):
+def test_encoded_images_give_the_answer_of_the_image(saved, capsys, tmp_path):
     """An image cache that answers otherwise than the image."""
     question = ["--prompt", "what is it ?", "--max-new-tokens", "5"]
     status, direct, _ = run(capsys, "generate", saved / "model", "--image", saved / "picture.png", *question)
@@ -224,7 +224,7 @@ def test_a_model_that_was_saved_with_a_tokenizer_alone(saved, tmp_path, capsys):
     assert status == 2 and "saved without an image processor" in error
 
 
-def test_pictures_of_commands(saved, capsys, tmp_path):
+def test_commands_read_images_as_the_processor_does(saved, capsys, tmp_path):
     """A photograph on its side, or a transparent picture, read otherwise than by the processor."""
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -305,7 +305,7 @@ def test_the_device_that_is_there(kind, monkeypatch):
     assert device_of("auto") == (kind or "cpu")
 
 
-def test_what_comes_next(saved, tmp_path, capsys):
+def test_commands_say_that_a_model_cannot_see_yet(saved, tmp_path, capsys):
     """A first day that ends with figures: a model that cannot see, or not yet, and nobody says so; one block where
     every fourth layer was meant.
     """
@@ -327,7 +327,7 @@ def test_a_model_that_does_not_see(saved, tmp_path, capsys, monkeypatch):
     """An hour with a model that was never trained, whose answers have nothing to do with the pictures."""
     assert run(capsys, "retrofit", saved / "text", "--output", tmp_path / "blind")[0] == 0
     question = ["--prompt", "what is it ?", "--max-new-tokens", "2"]
-    for name, told in (("model", "see nothing yet, and pictures change no answer"), ("blind", "The model is blind")):
+    for name, told in (("model", "see nothing yet, and images change no answer"), ("blind", "The model is blind")):
         model = (saved if name == "model" else tmp_path) / name
         status, out, error = run(capsys, "generate", model, *question)
         assert status == 0 and told in error and told not in out

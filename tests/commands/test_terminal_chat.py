@@ -180,7 +180,7 @@ def say(monkeypatch, capsys, folder, lines, *options, source=io.StringIO):
     return status, captured.out.splitlines(), captured.err
 
 
-def test_commands(folder, model, processor, monkeypatch, capsys):
+def test_commands_of_the_chat_do_not_reach_the_model(folder, model, processor, monkeypatch, capsys):
     """A command that is sent to the model, or a mistake that ends the chat."""
     lines = [
         f"/image {folder / '0.png'}",
@@ -221,7 +221,7 @@ def test_a_name_as_terminals_paste_it(folder, tmp_path, model, processor, monkey
         ("/image none.png", "none.png"),
     ],
 )
-def test_failures(folder, model, processor, monkeypatch, capsys, line, expected):
+def test_a_mistake_ends_a_script_but_not_a_chat(folder, model, processor, monkeypatch, capsys, line, expected):
     """A mistake that ends the chat, or after which a script gets an answer without its image, or a later
     one with it.
     """

@@ -208,7 +208,7 @@ def test_a_part_with_two_pictures(tmp_path):
         hf_xattn.load_rows(tmp_path / "metadata.jsonl")[0]
 
 
-def test_pictures_in_texts(tmp_path):
+def test_images_as_data_urls_and_base64_are_read(tmp_path):
     """A picture as a data URL or as base64, and a `file://` address with a blank: rows that are refused."""
     content = picture("red")
     (tmp_path / "a b.png").write_bytes(content)

@@ -48,7 +48,7 @@ def test_an_epoch_has_every_row_once(shards):
     assert [again.index(place) for place in range(count)] != epochs[0]
 
 
-def test_weights(mixed):
+def test_a_source_is_read_as_often_as_its_weight_says(mixed):
     """A source that is read more or less often than its weight says; a row that comes again before others came."""
     order = Shuffled(mixed, 0, seed=3)
     assert order.counts == [1024, 150, 1998] and order.epoch_rows == 3172

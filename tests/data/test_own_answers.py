@@ -71,7 +71,7 @@ def test_each_question_once_in_the_words_of_the_text_model(own_answers, folder):
         ("pictures.jsonl", "new.jsonl", "expected rows without a picture in .*pictures.jsonl'., got none"),
     ],
 )
-def test_refused(own_answers, folder, capsys, rows, output, said):
+def test_rows_and_outputs_that_do_not_fit_are_refused(own_answers, folder, capsys, rows, output, said):
     picture = {"image": str(folder / "red.png"), "question": "which shape ?", "answer": "circle"}
     (folder / "pictures.jsonl").write_text(json.dumps(picture))
     with pytest.raises(SystemExit):

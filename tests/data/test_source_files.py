@@ -60,7 +60,7 @@ def test_patterns_of_all_folders(tmp_path):
         hf_xattn.load_rows(f"{tmp_path}/**.jsonl")
 
 
-def test_byte_order_marks(tmp_path):
+def test_byte_order_marks_are_no_text(tmp_path):
     """A mark that is trained as the first token of an answer, and one in the middle that hides the last row."""
     shard = {"0.png": picture("red"), "0.txt": b"\xef\xbb\xbfa red square\r\n"}
     (row,) = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", shard))

@@ -59,7 +59,7 @@ def test_a_batch_is_the_same_from_bytes_and_from_files(sources):
         assert all((batch[name] == value).all() for name, value in batches[0].items())
 
 
-def test_rows_for_trl(sources, tmp_path):
+def test_trl_takes_the_rows_as_they_are(sources, tmp_path):
     """Rows that TRL's trainer refuses, changes, or reads all at once."""
     for kind in ("llava", "tar"):
         rows = hf_xattn.load_rows(sources[kind])
@@ -89,7 +89,7 @@ def test_several_sources_and_weights(sources):
         hf_xattn.load_rows(f"{sources['folder']}:0")
 
 
-def test_splits(sources):
+def test_every_row_is_in_one_part_of_a_split(sources):
     """A row in both parts, or in none."""
     rows = hf_xattn.load_rows([sources["parquet"], sources["folder"]])
     kept, taken = rows.split([0, 7, 8, 9, 10, 11, 25, 39])
@@ -157,7 +157,7 @@ def one(tmp_path, example, name="rows.jsonl"):
         ({"id": "1.jpg", "messages": [{"role": "user", "content": [{"type": "image", "path": "red.png"}]}, {"role": "assistant", "content": "red"}]}, [["red.png"], ["red"]]),  # noqa: E501
     ],
 )  # fmt: skip
-def test_forms(example, expected, tmp_path):
+def test_every_form_of_an_example_becomes_its_chat(example, expected, tmp_path):
     """A picture at another place of the chat, a turn that is lost, or an answer that is taken for a question."""
     row = one(tmp_path, example)[0]
     found = []
@@ -234,7 +234,7 @@ def test_lines_that_are_broken(tmp_path):
         hf_xattn.load_rows(tmp_path / "bytes.json")
 
 
-def test_tar_shards(tmp_path):
+def test_tar_shards_are_read_whatever_wrote_them(tmp_path):
     """Names that stand outside the header, folders between files, several pictures of a sample in another order, and
     files of another kind.
     """
@@ -328,7 +328,7 @@ def test_pictures_of_several_folders(tmp_path):
     assert said(elsewhere[0])[1] == said(elsewhere[1])[1] == [digest_of(content("red"))]
 
 
-def test_data_sets(sources, tmp_path):
+def test_a_data_set_is_read_by_the_split_that_is_named(sources, tmp_path):
     """Another split than the one that is named; a file that is none."""
     assert len(hf_xattn.load_rows(f"{sources['repository']}#test")) == 4
     with pytest.raises(ValueError, match=r"one of \['test', 'train'\], got 'val'"):

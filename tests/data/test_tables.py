@@ -151,7 +151,7 @@ def test_what_is_found_once(tmp_path):
         hf_xattn.load_rows(tmp_path / "1.tar")
 
 
-def test_a_damaged_shard(tmp_path):
+def test_a_damaged_shard_is_refused(tmp_path):
     """A shard that ends at a header that is damaged, and loses the samples behind it."""
     write_tar(tmp_path / "a.tar", list(questions(6)))
     whole = bytearray((tmp_path / "a.tar").read_bytes())

@@ -58,7 +58,7 @@ def check_packed(model, base, ids, states):
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", SERVED)
-def test_served(model_type, tmp_path):
+def test_a_served_architecture_keeps_every_promise(model_type, tmp_path):
     """An architecture on which a fresh retrofit differs from its base, images change nothing or change text that may
     not see them, a cache changes the answer, or a saved model comes back different.
     """
@@ -122,7 +122,7 @@ OF_ATTENTION = ["lfm2", "lfm2_moe", "lfm3"]
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", [*OTHERS, *OF_ATTENTION])
-def test_others_that_pack(model_type):
+def test_every_decoder_that_packs_is_in_the_table(model_type):
     """A decoder that is served, keeps samples apart, and is refused because its type is not in the table."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers has no {model_type} here")
@@ -148,7 +148,7 @@ def test_each_type_that_packs_is_tested():
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=["bfloat16", "float16"]
 )
 @pytest.mark.parametrize("model_type", SERVED)
-def test_half_precision(model_type, dtype):
+def test_blocks_run_in_half_precision_on_every_architecture(model_type, dtype):
     """A decoder with a float32 residual stream between half-precision weights, whose blocks raise at every image."""
     text = make_tiny(model_type, dtype)
     ids = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(1))
@@ -175,7 +175,7 @@ def test_half_precision(model_type, dtype):
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["mamba2", "falcon_h1", "bamba", "llama", *FORGETFUL])
-def test_continued_generation(model_type):
+def test_text_after_cached_text_is_right_or_refused(model_type):
     """A state-space decoder whose cache does not know how much text it has read, and that reads it again; one that
     drops its state.
     """
@@ -217,7 +217,7 @@ COARSE = ("nemotron_h", "zamba2")
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", SERVED)
-def test_text_in_parts(model_type):
+def test_text_in_parts_equals_the_whole_text(model_type):
     """Layers that drop their state, or positions that start again, where a call reads text after cached text."""
     model = randomize(retrofitted(strengthen(make_tiny(model_type))))
     ids = torch.randint(4, 90, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -263,7 +263,7 @@ def of_type(model_type):
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_refused(model_type):
+def test_an_architecture_that_cannot_be_served_is_refused(model_type):
     """An architecture that cannot be served and is not refused before anything is built."""
     with pytest.raises(ValueError, match=f"'{model_type}'\\) cannot take cross-attention blocks: "):
         check_insertable(of_type(model_type))

@@ -30,7 +30,7 @@ def gradients(model):
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES[:-1])
-def test_gradient_checkpointing(model_type):
+def test_checkpointed_gradients_equal_plain_ones(model_type):
     """A recomputation that no longer finds the images: gradients of the blocks silently zero."""
     model = without_dropout(make(model_type))
     plain = gradients(model)
@@ -43,7 +43,7 @@ def test_gradient_checkpointing(model_type):
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_copies(model_type):
+def test_copies_and_pickles_still_see_images(model_type):
     """A copy or an unpickled model that lost the way to its layers."""
     model = make(model_type)
     expected = model(IDS, cross_attention_states=STATES).logits
@@ -98,7 +98,7 @@ def test_compiles_to_one_graph():
 
 
 @torch.no_grad()
-def test_beams_and_sampling():
+def test_beams_and_samples_see_their_own_images():
     """Generation modes that reorder or expand rows."""
     for model_type in ("bloom", "mamba2"):
         model = make(model_type)

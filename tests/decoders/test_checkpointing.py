@@ -33,7 +33,7 @@ def test_gradients_are_those_without_checkpointing(name, inner, frozen):
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["full", "frozen_base"])
 @pytest.mark.parametrize("model_type", ["bloom", "falcon", "gpt2", "mamba2"])
-def test_gradients_of_states(model_type, frozen):
+def test_images_that_are_learned_get_gradients(model_type, frozen):
     """Decoders whose layers fetch the images themselves, and images that are learned outside of the model."""
     model = without_dropout(randomize(retrofitted(make_tiny(model_type))))
     if frozen:
@@ -75,7 +75,7 @@ def test_frozen_embeddings_that_are_given():
     assert_same_gradients(gradients(model, **inputs), expected)
 
 
-def test_encoded_images():
+def test_encoded_images_get_gradients_under_checkpointing():
     """Keys and values of a cache, whose graphs meet in the connector."""
     model = freeze_base(without_dropout(make_model()), vision=False)
     found = []
@@ -114,7 +114,7 @@ def test_reentrant_checkpointing_is_refused(where):
         assert model(token_ids(), pixel_values=pixels()).logits.isfinite().all()
 
 
-def test_nested_layers():
+def test_layers_that_checkpoint_a_layer_give_gradients():
     """Layers that checkpoint a layer of their own."""
     model = without_dropout(retrofitted(make_tiny("zamba2")))
     checkpoint_activations(model)

@@ -36,7 +36,7 @@ def plain_gradients(make, **frozen):
 @pytest.mark.parametrize("connector", [False, True], ids=["connector_trains", "connector_frozen"])
 @pytest.mark.parametrize("vision", [False, True], ids=["tower_trains", "tower_frozen"])
 @pytest.mark.parametrize("text", [False, True], ids=["text_trains", "text_frozen"])
-def test_gradients(text, vision, connector, blocks):
+def test_gradients_are_those_of_a_run_without_checkpointing(text, vision, connector, blocks):
     """A part that trains alone and gets no gradient, one that is frozen and gets some, a graph that is used twice."""
     frozen = {"text": text, "vision": vision, "connector": connector, "blocks": blocks}
     if all(frozen.values()):
@@ -59,7 +59,7 @@ def test_gradients(text, vision, connector, blocks):
     ],
     ids=["all_train", "tower_trains", "tower_frozen", "blocks_train"],
 )
-def test_compiled_gradients(frozen):
+def test_compiled_checkpointing_gives_the_same_gradients(frozen):
     """Blocks or a connector that compiled code recomputes without their images, or leaves out of its one graph."""
     torch._dynamo.reset()
     expected = plain_gradients(make_small, **frozen)
@@ -127,7 +127,7 @@ def test_frozen_tower_costs_nothing():
 
 
 @pytest.mark.parametrize("vision", [False, True], ids=["tower_trains", "tower_frozen"])
-def test_memory_falls(vision):
+def test_checkpointing_keeps_less_than_half_of_the_memory(vision):
     """Checkpointing that is on in name: all activations are kept."""
     ids, images = token_ids(4, 64), pixels(4, 2)
     kept = {}

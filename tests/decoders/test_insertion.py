@@ -49,7 +49,7 @@ def test_base_names_and_weights_stay(name):
         assert isinstance(getattr(layer, "cross_attention_block", None), GatedCrossAttentionBlock) == (index in (1, 3))
 
 
-def test_layer_class():
+def test_a_layer_with_a_block_is_still_of_its_own_class():
     """A subclass that FSDP policies, device maps or `isinstance` take for something else."""
     text = make_text()
     _, layers = find_decoder(text)
@@ -106,7 +106,7 @@ def test_copies_answer_the_same(name, tmp_path):
 
 
 @torch.no_grad()
-def test_spawned_process(tmp_path):
+def test_a_spawned_process_unpickles_the_model(tmp_path):
     """A child process that has not made the layer class yet, and cannot find it by name (data loaders, DDP spawn)."""
     model, ids, images = make_model(), token_ids(), pixels()
     with open(tmp_path / "model.pkl", "wb") as file:

@@ -63,7 +63,7 @@ def test_the_base_gets_it_back(model_type, how, tmp_path):
     assert find_decoder(text)[0].layerdrop == text.config.layerdrop == 0.9
 
 
-def test_a_warning(caplog):
+def test_layer_drop_is_turned_off_with_a_warning(caplog):
     """A setting that is changed without a word."""
     with caplog.at_level("WARNING"):
         dropping()

@@ -110,24 +110,24 @@ def test_gradients_are_those_of_unpacked_samples(rows, rule, implementation):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "gptj", "mistral", "gemma3_text"])
-def test_decoders_that_pack(name):
+def test_each_decoder_that_packs_equals_unpacked_rows(name):
     """Decoders with learned positions, with sliding windows, or whose layers fetch the images themselves."""
     # Gemma's norms and GPT-J's attention compute in float32.
     assert_unpacked(packing_model(name), atol=1e-5 if name in ("gemma3_text", "gptj") else EXACT)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_code_of_positions(rows):
+def test_a_position_encoding_counts_within_each_sample(rows):
     """Places of text that are counted through the whole row, or of image tokens through the images of other samples."""
     assert_unpacked(packing_model(position=own_parts.TURNING), ROWS[rows])
 
 
-def test_text_alone():
+def test_packed_text_without_images_is_not_joined():
     """Packed text without images, which a cache by default would join silently."""
     assert_unpacked(packing_model(), [[(5, []), (3, []), (4, [])]], images=False)
 
 
-def test_checkpointing():
+def test_recomputation_keeps_packed_samples_apart():
     """Masks of samples that the recomputation does not get."""
     model = without_dropout(make_model(image_token_id=MARKER, image_visibility="previous").double())
     packed, unpacked, _ = samples_of(ONE_ROW)
@@ -179,7 +179,7 @@ def test_left_padding_with_positions_of_three_axes():
         samples_found(make_model(), {**text, "position_ids": positions.flip(-1)})
 
 
-def test_shared_images():
+def test_packed_rows_can_share_images():
     """Packed rows that look at the same images."""
     model = packing_model(rule="all")
     rows = [[(4, [3]), (4, [0])], [(3, [1]), (5, [2])], [(2, [1]), (6, [0])]]
@@ -222,7 +222,7 @@ def test_decoders_that_cannot_pack(name, images):
         assert model(ids, position_ids=torch.arange(6)[None], **states).logits.isfinite().all()
 
 
-def test_custom_code():
+def test_packed_rows_of_custom_decoders_are_refused():
     """A decoder of custom code whose type is one of transformers, and whose masks nobody has tried."""
 
     class Custom(LlamaForCausalLM):
@@ -274,7 +274,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("rule", ["all", "previous"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name, rule):
+def test_packed_rows_that_would_be_joined_are_refused(name, rule):
     """Calls in which transformers joins the samples, or in which nobody knows whose image it is."""
     given, words = REFUSED[name]
     given = {key: value() if callable(value) else value for key, value in given.items()}
@@ -288,7 +288,7 @@ def test_no_markers_and_no_rule():
         make_model().double()(**PACKED)
 
 
-def test_position_bias():
+def test_a_position_bias_refuses_packed_rows():
     """A bias that counts the tokens of the images of other samples, in compiled code, too."""
     model = make_model(image_token_id=MARKER, cross_attention_config={"position_bias": True}).double()
     with pytest.raises(ValueError, match="`position_bias`"):
@@ -365,7 +365,7 @@ def test_places_that_nobody_knows():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["plain", "positions", "position_bias"])
-def test_generate(kind):
+def test_generate_refuses_packed_prompts(kind):
     """A prompt of packed samples, whose images `generate` has encoded for a whole row."""
     bias = {"cross_attention_config": {"position_bias": True}} if kind == "position_bias" else {}
     model = placing_model() if kind == "positions" else make_model(image_token_id=MARKER, **bias).double()
@@ -436,7 +436,7 @@ def test_a_mask_as_long_as_a_static_cache():
 
 
 @pytest.mark.slow
-def test_compiled_training():
+def test_compiled_training_refuses_packed_rows():
     """A compiled step, which cannot look at positions, and joins the samples; one graph."""
     model = without_dropout(make_model(vision=False, image_token_id=MARKER))
     packed, _, _ = samples_of(ONE_ROW)

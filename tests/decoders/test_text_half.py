@@ -16,7 +16,7 @@ IDS = torch.randint(4, 80, (2, 7), generator=torch.Generator().manual_seed(1))
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", COMPOSITES)
-def test_text_half(name, tmp_path):
+def test_a_text_half_answers_as_it_does_in_the_larger_model(name, tmp_path):
     """A text half with other weights, another mask or another head than in the larger model."""
     whole = make_composite(name)
     fails = name == "llama4" and transformers.__version__ == "5.24.0"  # the whole one reads `image_outputs` of its half

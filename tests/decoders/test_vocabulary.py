@@ -36,7 +36,7 @@ def ids_with_extra():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "gemma3", "gpt2"])
-def test_added_rows(name):
+def test_added_tokens_have_embeddings_of_their_own(name):
     """Added ids that read another token's row, known ids that read something new, names that moved."""
     base, model = make_text(name), make(name)
     known = token_ids()
@@ -139,14 +139,14 @@ def test_copies_and_files(name, in_head, tmp_path):
             assert (tables[0].weight is tables[1].weight) == (name != "llama")
 
 
-def test_half_precision():
+def test_added_rows_have_the_dtype_of_the_model():
     """Added rows in another dtype than the rest."""
     model = make(dtype=torch.bfloat16, additional_vocab_in_head=True, vision=False)
     assert model.get_input_embeddings().additional.weight.dtype == torch.bfloat16
     assert model(ids_with_extra()).logits.dtype == torch.bfloat16
 
 
-def test_loss():
+def test_the_loss_leaves_out_tokens_that_the_head_cannot_write():
     """A loss that crashes on, or learns, tokens that the head cannot write."""
     labels = ids_with_extra()
     readable = labels.masked_fill(labels >= VOCAB_SIZE, -100)

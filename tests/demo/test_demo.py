@@ -142,7 +142,7 @@ def test_chat_is_the_prompt_of_training(finished):
     assert ids[0].tolist() == trained[: prompt + 2]
 
 
-def test_canvases():
+def test_canvases_hold_the_digits_that_their_labels_name():
     """Held-out digits that training saw; digits that overlap or stick out; labels that do not say what stands there."""
     train, test = DigitPool(held_out=False), DigitPool(held_out=True)
     assert not set(train.indices) & set(test.indices)
@@ -186,7 +186,7 @@ def test_accuracy_counts_places():
     assert _accuracy([["first", "one"]], [canvas]) == (0.5, 0.0)
 
 
-def test_wrong_output(tmp_path):
+def test_a_folder_with_other_files_is_not_written_over(tmp_path):
     """Somebody's folder written over."""
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file"):

@@ -106,7 +106,7 @@ def test_parameters_and_rows(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [BLOCKS, PROJECTOR, LORA])
-def test_a_run(name, folder, tmp_path, capsys):
+def test_each_design_trains_and_is_asked_alike(name, folder, tmp_path, capsys):
     """A design that cannot be asked, is trained for more than its compute, or is measured with other rows."""
     file = tmp_path / "found.json"
     given = [str(folder / "fresh"), "--design", name, "--data", str(folder / "chats"), "--batch-size=4"]

@@ -99,7 +99,7 @@ def test_rows_are_what_the_pictures_show(folder, tmp_path):
             assert answer == f"{listed}, so {'yes' if asked_for in names else 'no'}"
 
 
-def test_reads_fashion_mnist(tmp_path):
+def test_fashion_mnist_is_read_with_its_labels(tmp_path):
     """Pictures under the labels of others, where the source is the files of Fashion-MNIST."""
     for part, count in (("train", 30), ("t10k", 20)):
         labels = (np.arange(count) % 10).astype(np.uint8)

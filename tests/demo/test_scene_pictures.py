@@ -83,7 +83,7 @@ def test_objects_are_whole_and_apart(scenes):
         assert 4 <= len(blobs) <= 8
 
 
-def test_counts(scenes):
+def test_answers_to_counts_are_found_in_the_pixels(scenes):
     """A count that leaves out what has the colour or shape, or takes in what has not."""
     for _, blobs, asked in scenes:
         group = asked["count"].words["group"]

@@ -63,7 +63,7 @@ def test_words_that_are_right(folder):
 
 
 @pytest.mark.slow
-def test_a_run(folder, tmp_path, capsys):
+def test_every_start_is_measured_at_the_same_steps(folder, tmp_path, capsys):
     """A start that does not run, or is measured at other steps."""
     file = tmp_path / "found.json"
     sizes = "--steps 2 --every 1 --batch-size 2 --pictures 12 --held-out 2 --layers 1 2"
@@ -76,7 +76,7 @@ def test_a_run(folder, tmp_path, capsys):
     assert "which exists" in capsys.readouterr().err
 
 
-def test_sizes_of_blocks(folder, tmp_path, capsys):
+def test_sizes_given_reach_the_blocks(folder, tmp_path, capsys):
     """Sizes that do not reach the blocks: all rows of a table would be of the same model."""
     given = [str(folder / "text"), str(folder / "tower"), "--steps", "1", "--every", "1", "--batch-size", "1"]
     given += ["--held-out", "2", "--start", "random", "--layers", "1", "--output"]

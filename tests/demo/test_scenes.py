@@ -204,7 +204,7 @@ def test_a_folder_is_what_training_reads(tmp_path, chat_folder):
     assert collator(rows[8:16])["image_mask"].flatten().tolist() == shows and not all(shows)
 
 
-def test_captions(tmp_path, capsys):
+def test_captions_name_what_the_questions_find(tmp_path, capsys):
     """Captions of other pictures than the questions', that name what is not there, or that change the questions."""
     make_scenes.main([str(tmp_path / "captions"), "--captions", "--rows=40", "--processes=1"])
     make_scenes.main([str(tmp_path / "rows"), "--rows=60", "--processes=1"])
@@ -236,7 +236,7 @@ def test_captions(tmp_path, capsys):
     assert "--captions with --split train" in stopped(capsys, tmp_path / "out", "--captions", "--split=development")
 
 
-def test_statements(tmp_path, capsys):
+def test_statements_are_true_and_leave_nothing_out(tmp_path, capsys):
     """Statements that are wrong of the picture, that say a thing twice or in other words than answers, or leave out."""
     make_scenes.main([str(tmp_path / "said"), "--statements", "--rows=160", "--processes=1"])
     assert "160 rows about 160 pictures" in capsys.readouterr().out
@@ -296,7 +296,7 @@ def _check_scene(things, said):
     assert 1 <= len(related) <= 3
 
 
-def test_chats(tmp_path, capsys):
+def test_chats_hold_the_questions_of_the_rows(tmp_path, capsys):
     """Chats with other questions or answers than the rows', or about other pictures; texts that are left out."""
     from hf_xattn import load_rows
 
@@ -316,7 +316,7 @@ def test_chats(tmp_path, capsys):
     assert "--chats with --split train" in stopped(capsys, tmp_path / "out", "--chats", "--split=development")
 
 
-def test_shards(tmp_path):
+def test_tar_shards_hold_the_rows_of_the_folder(tmp_path):
     """Tar files that readers of WebDataset's form cannot read, or that hold other rows than the folder."""
     make_scenes.main([str(tmp_path / "shards"), "--rows=230", "--shards=3", "--processes=1"])
     files = sorted((tmp_path / "shards").iterdir())
@@ -415,7 +415,7 @@ def test_what_stops_a_run(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_without_matplotlib(tmp_path):
+def test_the_script_names_matplotlib_if_it_is_missing(tmp_path):
     """A traceback, or pictures in another font, where matplotlib is not installed."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['matplotlib'] = None")
     output = subprocess.run(

@@ -38,13 +38,13 @@ def test_equal_for_vqa(one, other):
         ("", "?"),
     ],
 )
-def test_not_equal(one, other):
+def test_normalisation_keeps_different_answers_apart(one, other):
     """Normalisation that takes away what an answer says."""
     assert normalised(one) != normalised(other)
 
 
 @pytest.mark.parametrize("count, of", [(0, 5), (5, 5), (1, 3), (70, 100), (999, 1000)])
-def test_interval(count, of):
+def test_the_interval_ends_at_its_quantile(count, of):
     """Ends of the interval: the shares from which the measured one is `QUANTILE` standard deviations away."""
     share = Share(count, of)
     for end in share.interval:
@@ -54,7 +54,7 @@ def test_interval(count, of):
     assert 0 <= low <= share.value <= high <= 1 and low < high
 
 
-def test_scores():
+def test_scores_count_exact_normalised_and_contained_answers():
     """An answer that is right only without its full stop, in a sentence, or in a part of a word; lists of different
     lengths.
     """

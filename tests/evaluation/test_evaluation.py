@@ -75,7 +75,7 @@ def rows(model, processor, pictures):
     return made
 
 
-def test_shares(saved):
+def test_shares_are_those_of_single_calls(saved):
     """Counts that are not those of single calls: batches, padding, and each way to ask."""
     _, model, processor = saved
     pictures = [[picture(1)], [picture(2), picture(3)], [picture(4)], [picture(5), picture(6)]]
@@ -126,7 +126,7 @@ def test_copies_of_a_picture_are_one(saved):
     assert ANOTHER not in evaluate(model, processor, questions, max_new_tokens=NEW_TOKENS).ways
 
 
-def test_groups(saved):
+def test_shares_of_a_group_are_those_of_its_questions_alone(saved):
     """Shares of a group that are not those of its questions asked alone, or that leave the others out of the whole."""
     _, model, processor = saved
     pictures = [[picture(1)], [picture(2)], [picture(3)], [picture(4)]]
@@ -154,7 +154,7 @@ def test_groups_compare_by_another_form():
     assert found["x"][MODEL].exact.count == 0 and found["x"][FREQUENT].exact.count == 1
 
 
-def test_text_alone(saved):
+def test_text_questions_are_compared_with_the_base(saved):
     """Questions without a picture, in a model that has its blocks again afterwards."""
     _, model, processor = saved
     questions = questions_of(rows(model, processor, [[], [], [], []]))
@@ -199,8 +199,8 @@ def test_text_beside_a_picture_that_cannot_be_measured(saved):
     alone, about = Question(asked("a"), "b"), Question(asked("a", picture(1)), "b")
     start = Question([{"role": "system", "content": "a"}], "b")
     for questions, reason in (
-        ([alone], "the data has no picture"),
-        ([about], "no question without a picture"),
+        ([alone], "the data has no image"),
+        ([about], "no question without an image"),
         ([about, start], "user message"),
     ):
         found = evaluate(model, processor, questions, max_new_tokens=1)
@@ -227,7 +227,7 @@ def test_cut_answers_are_counted(saved):
         model.generation_config = before
 
 
-def test_tokens_of_answers(saved):
+def test_answers_have_their_tokens_without_padding(saved):
     """An answer that lacks its end, or has the padding of a longer one behind it."""
     _, model, processor = saved
     questions = [Question(asked(text, picture(index)), "") for index, text in enumerate(TEXTS)]
@@ -265,7 +265,7 @@ def test_every_answer_is_a_question():
         questions_of([{"messages": chat[:2]}, {"messages": [frames, chat[1]]}])
 
 
-def test_other_pictures():
+def test_another_image_is_never_the_same_one():
     """Another picture that is the same one, or a number of pictures that the question does not have."""
     parts = [{"type": "image", "path": each} for each in "abcde"]
     lists = [parts[:1], parts[1:3], parts[1:2], parts[3:5], []]
@@ -278,7 +278,7 @@ def test_other_pictures():
     assert [each[0]["path"] for each in found] == ["c", "d", "a", "b", "a"]
 
 
-def test_no_questions(saved):
+def test_evaluate_refuses_an_empty_list(saved):
     """Shares of nothing."""
     _, model, processor = saved
     with pytest.raises(ValueError, match="questions"):
@@ -298,7 +298,7 @@ def data(tmp_path):
     return folder
 
 
-def test_command(saved, data, capsys):
+def test_the_table_and_the_json_have_the_same_figures(saved, data, capsys):
     """The table, and the same figures as JSON."""
     folder = str(saved[0])
     assert main(["eval", folder, "--data", str(data), "--max-new-tokens", "4"]) == 0
@@ -312,13 +312,13 @@ def test_command(saved, data, capsys):
     beside = found["text_beside_picture"]
     assert beside["as_base"]["of"] == beside["model"]["exact"]["of"] == beside["base"]["exact"]["of"] == 1
     assert found["text_beside_picture_missing"] is None
-    line = next(line for line in table.splitlines() if "as its base without the picture" in line)
+    line = next(line for line in table.splitlines() if "as its base without the image" in line)
     assert f"| 1 | {beside['as_base']['share']:.1%} [" in line
     assert main(["eval", folder, "--data", str(data), "--max-new-tokens", "4", "--limit", "4"]) == 0
-    assert "were not measured: the data has no question without a picture" in capsys.readouterr().out
+    assert "were not measured: the data has no question without an image" in capsys.readouterr().out
 
 
-def test_command_by_kind(saved, data, capsys):
+def test_the_command_prints_shares_of_each_kind(saved, data, capsys):
     """A field that is refused, or lost on the way; shares of a kind that the table shows under another one."""
     lines = [json.loads(line) for line in (data / "metadata.jsonl").read_text().splitlines()]
     chat = [{"role": "user", "content": "user ?"}, {"role": "assistant", "content": "yes"}]
@@ -362,7 +362,7 @@ def test_answers_are_written(saved, data, tmp_path, capsys):
         assert f"new file in a folder that exists, got {given}" in capsys.readouterr().err
 
 
-def test_card(saved, data, tmp_path, capsys):
+def test_results_in_the_card_replace_those_of_the_same_data(saved, data, tmp_path, capsys):
     """Results that the Hub does not find, that stand there twice, or that push out those of other data."""
     _, model, processor = saved
     model.save_pretrained(tmp_path / "model")
@@ -397,7 +397,7 @@ def test_card(saved, data, tmp_path, capsys):
     assert [told[name] for name in (AS_BASE, CONTAINED, BASE)] == [round(each["share"], 4) for each in shares]
 
 
-def test_refused(saved, data, tmp_path, capsys):
+def test_wrong_usage_is_refused_before_any_question(saved, data, tmp_path, capsys):
     """Wrong usage that is found after the questions were asked."""
     folder = str(saved[0])
     (tmp_path / "bare").mkdir()

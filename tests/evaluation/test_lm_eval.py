@@ -56,7 +56,7 @@ def parts_of(doc):
     "template, marker",
     [(CHATML, None), *(pytest.param(each, "<image>", marks=pytest.mark.slow) for each in (CHATML, HEADERS))],
 )
-def test_pictures(tmp_path, template, marker):
+def test_lm_eval_gets_the_answers_of_generate(tmp_path, template, marker):
     """Pictures beside the question of another row, in another order, or not seen; a second beginning of the text."""
     model, processor = save(tmp_path, template, marker)
     docs = [{"id": 10 * index, "question": text, "answer": ""} for index, text in enumerate(QUESTIONS)]

@@ -32,7 +32,7 @@ def with_layer(layer, **config):
 @torch.no_grad()
 @pytest.mark.parametrize("layer", [-2, [-2], [1, 3, 0]], ids=str)
 @pytest.mark.parametrize("strategy", ["full", "default"])
-def test_features_of_llava(layer, strategy):
+def test_features_are_those_of_llava(layer, strategy):
     """Another layer, another order of several, or a class token that is dropped from one of them alone."""
     ours = with_layer(layer, vision_feature_select_strategy=strategy)
     chosen = {"vision_feature_layer": layer, "vision_feature_select_strategy": strategy}
@@ -68,7 +68,7 @@ def test_every_weight_of_a_tower_that_trains_has_a_gradient(layer):
 
 
 @torch.no_grad()
-def test_saved_and_loaded(tmp_path):
+def test_chosen_layers_survive_saving(tmp_path):
     model = with_layer([1, -1])
     expected = model(token_ids(), pixel_values=pixels()).logits
     model.save_pretrained(tmp_path)
@@ -78,7 +78,7 @@ def test_saved_and_loaded(tmp_path):
 
 
 @torch.no_grad()
-def test_compiled():
+def test_compiled_features_of_several_layers_are_the_same():
     model = with_layer([1, -1])
     expected = model(token_ids(), pixel_values=pixels()).logits
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -95,7 +95,7 @@ def test_identity_of_encoded_pictures():
     assert len(names) == 4
 
 
-def test_refused():
+def test_layers_that_the_tower_lacks_are_refused():
     conv = ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, patch_size=4)
     for options, told in (
         ({"layer": 4}, r"from -4 to 3, because the vision tower has 3 layers and 0 stands for its embeddings, got 4"),

@@ -153,7 +153,7 @@ def test_hooks_name_the_part():
         model(IDS, pixel_values=pixels(3))
 
 
-def test_weights_survive():
+def test_an_image_with_nan_destroys_no_weight():
     """Weights that one picture has destroyed before anyone is told."""
     for checked in (True, False):
         model = freeze_base(make_model()).train()

@@ -26,7 +26,7 @@ def clip(**config) -> XAttnForConditionalGeneration:
 
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["model", "body"])
-def test_contract(part):
+def test_image_features_follow_the_contract_of_transformers(part):
     """A bare tensor where transformers expects an output, features of another kind than the forward's, or the tower's
     pooled token in their place; an axis of images where the pixels have none: transformers expects two axes for each
     sample of those.
@@ -74,7 +74,7 @@ def test_hidden_states_and_attentions(asked_by):
 
 
 @torch.no_grad()
-def test_tiled_tower():
+def test_features_of_a_tiled_tower_keep_its_tiles():
     """Mllama's tiles taken for images, or features without the tower's own output."""
     theirs = make_mllama()
     ours = import_checkpoint(theirs)

@@ -80,7 +80,7 @@ def test_rows_are_put_together(rule, kind):
 
 @pytest.mark.parametrize("rank", [3, 4])
 @pytest.mark.parametrize("kind", ["plain", "quiet"])
-def test_features(rank, kind):
+def test_features_are_projected_once(rank, kind):
     """Features projected again; a mask taken for a part of them."""
     model, ids = make_model(vision=False, **MODELS[kind]), token_ids(2)
     states = torch.randn(2, 3, 5, 32) if rank == 4 else torch.randn(2, 5, 32)
@@ -111,7 +111,7 @@ def test_features_that_a_cache_holds_in_part():
     assert model.image_store.misses == 2
 
 
-def test_tiles():
+def test_images_with_other_tiles_are_other_images():
     """The same pixels as other tiles, or a padding tile, taken for the stored image."""
     model = import_checkpoint(make_mllama())
     images = torch.randn(2, 2, 4, 3, 28, 28, generator=torch.Generator().manual_seed(5))
@@ -150,7 +150,7 @@ def test_tiles():
     ids=str,
 )
 @torch.no_grad()
-def test_ways_to_decode(how):
+def test_every_way_to_decode_reads_the_store_alike(how):
     """A decoding method that sees other images, or expands stored ones in place."""
     model = make_model()
     model.set_attn_implementation("eager")

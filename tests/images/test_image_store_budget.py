@@ -140,7 +140,7 @@ def test_copies_are_empty(tmp_path):
 
 
 @pytest.mark.parametrize("max_bytes", [2**30, 3 * IMAGE_BYTES], ids=["all_fit", "three_fit"])
-def test_threads(max_bytes):
+def test_threads_get_the_answers_about_their_own_images(max_bytes):
     """Answers about the picture of another thread, a broken count, or threads that wait for ever."""
     model, ids = make_model(), token_ids(1)
     images = pixels(6, 1).split(1)

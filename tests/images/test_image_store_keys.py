@@ -128,7 +128,7 @@ def test_weights_that_images_do_not_pass_drop_nothing():
 
 
 @pytest.mark.parametrize("part", ["cross_attention_block.attn.k_proj", "layers.0.self_attn.q_proj"])
-def test_lora(part):
+def test_another_adapter_gets_no_images_from_the_store(part):
     """Images of an adapter that was switched, scaled or merged."""
     peft = pytest.importorskip("peft")
     model, ids, images = make_model(), token_ids(), pixels()
@@ -175,7 +175,7 @@ def test_autocast_is_another_precision():
     assert (model.image_store.misses, model.image_store.hits) == (4, 4)
 
 
-def test_inference_mode():
+def test_the_store_works_with_tensors_of_inference_mode():
     """Weights or images of `torch.inference_mode()`, which count no versions and cannot be saved for a backward."""
     ids, images = token_ids(), pixels()
     with torch.inference_mode():
@@ -228,7 +228,7 @@ def test_moved_model_drops_all_images(monkeypatch):
     assert (model.image_store.misses, model.image_store.num_images) == (6, 2)
 
 
-def test_offloaded_model(tmp_path):
+def test_an_offloaded_model_encodes_each_image_once(tmp_path):
     """Weights that accelerate keeps elsewhere: devices or an identity that cannot be read, or images encoded again."""
     model, ids, images = make_model(), token_ids(), pixels()
     expected = asked(model, ids, pixel_values=images)

@@ -158,7 +158,7 @@ def changed(name, change):
     ],
 )
 @torch.no_grad()
-def test_damaged_files(tmp_path, change, facts, message):
+def test_damaged_files_of_int8_images_are_refused(tmp_path, change, facts, message):
     """A file whose steps have no scales, or the scales of something else."""
     model, file = make_model(), tmp_path / "images"
     save_image_cache(model.encode_images(pixels(2), cache_dtype="int8"), file, model)

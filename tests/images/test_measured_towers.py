@@ -82,7 +82,7 @@ def test_a_width_that_is_said_is_not_saved():
     assert retrofit(make_text(), AutoModel.from_config(config)).config.vision_hidden_size is None
 
 
-def test_without_a_width():
+def test_a_tower_without_a_width_is_refused():
     """An error that does not say what to pass."""
     with pytest.raises(ValueError, match="'efficientnet' names no `hidden_size`.*expected `vision_hidden_size`"):
         XAttnForConditionalGeneration(XAttnConfig(text_config=make_text().config, vision_config=EFFICIENTNET))

@@ -100,7 +100,7 @@ def test_equal_to_pixels(name):
 
 
 @torch.no_grad()
-def test_tiles():
+def test_features_of_tiles_hide_the_padding():
     """Padding tiles that text sees, or tiles taken for images."""
     model = import_checkpoint(make_mllama())
     given = dict(TILED["batch"])
@@ -138,7 +138,7 @@ def test_features_that_come_again(store):
         model(ids, cache=first, vision_features=torch.cat([b, a], dim=1))
 
 
-def test_gradients():
+def test_features_train_the_connector_as_pixels_do():
     """A connector that learns nothing from features, or other things than from pixels."""
     gradients = []
     images, ids = pixels(2, 2), token_ids()
@@ -166,7 +166,7 @@ def test_a_tower_that_trains_is_refused():
         model(ids, vision_features=features)
 
 
-def test_errors():
+def test_features_that_do_not_fit_are_refused():
     """Features that are another thing, or stand beside other images."""
     model, ids = make_model(), token_ids()
     features = features_of(model, pixels())
@@ -188,7 +188,7 @@ def test_errors():
 
 @torch.no_grad()
 @pytest.mark.parametrize("new", [None, 3])
-def test_attention_maps(new):
+def test_attention_maps_of_features_know_the_patches(new):
     """Maps that do not know how many images there are, or where their patches lie."""
     model, images = make_model(), pixels(2, 2)
     given = {"input_ids": token_ids()}
@@ -225,7 +225,7 @@ def shards(digest, tensors, metadata):
     yield "tiles of no picture", ({**tensors, f"{digest}.x": real.clone()}, metadata)
 
 
-def test_folders_of_features(tmp_path, tmp_path_factory):
+def test_damaged_folders_of_features_are_refused(tmp_path, tmp_path_factory):
     """Features of another shape or of no number that a model learns from, or an error from inside of safetensors or
     torch.
     """

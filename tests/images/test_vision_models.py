@@ -31,7 +31,7 @@ TRIED = [
 
 
 @pytest.mark.parametrize("model_type", TRIED)
-def test_works(model_type, tmp_path):
+def test_a_tower_tells_images_apart_and_loads_again(model_type, tmp_path):
     """A tower that is refused, whose features do not fit, mix pictures or do not tell them apart, that changes while it
     is frozen, or that does not come back from a file.
     """
@@ -70,7 +70,7 @@ def test_works(model_type, tmp_path):
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_refused(model_type):
+def test_a_model_that_cannot_be_a_tower_is_refused(model_type):
     """A model that cannot be a tower, found out at the first picture, or that gives features of something else."""
     with pytest.raises(ValueError, match="Expected `vision` to be a vision model"):
         check_tower_class("vision", class_of_type(CONFIG_MAPPING[model_type]))

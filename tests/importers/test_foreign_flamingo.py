@@ -40,7 +40,7 @@ def seen_by(ids, images, tokens, latest):
 
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(20))
-def test_block(seed):
+def test_the_block_gives_the_output_of_flamingo_pytorch(seed):
     """Heads that are split in another order, keys for values, another norm, activation or scale, or another image."""
     draw = random.Random(seed)
     heads, head_dim, latest = draw.choice([1, 2, 3]), draw.choice([4, 8]), draw.random() < 0.7
@@ -66,7 +66,7 @@ def test_block(seed):
 
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(20))
-def test_resampler(seed):
+def test_the_resampler_gives_the_output_of_flamingo_pytorch(seed):
     """Latents or tokens in another order among the keys, or the position of another image."""
     draw = random.Random(seed)
     heads, head_dim, images = draw.choice([1, 2]), draw.choice([4, 8]), draw.randint(1, 4)
@@ -252,7 +252,7 @@ def test_positions_of_text_rows_that_share_images():
         assert torch.allclose(logits[row], alone[0], atol=1e-5)
 
 
-def test_positions_learn():
+def test_positions_of_images_get_gradients_in_every_row():
     """Positions without a gradient; a row of text alone that waits for one."""
     model = with_positions().train()
     model(token_ids(), pixel_values=pixels(2, 4), labels=token_ids()).loss.backward()

@@ -78,7 +78,7 @@ def torchtune_layer(x, states, mask, block, config, head_eps=1e-5, eps=1e-6):
 
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(20))
-def test_torchtune(seed):
+def test_a_block_gives_the_output_of_torchtune(seed):
     """Norms of queries and keys with the block's epsilon: 0.05 off on states as small as these."""
     draw = random.Random(seed)
     heads, kv_heads = draw.choice([(4, 2), (4, 1), (2, 2), (6, 3)])
@@ -189,7 +189,7 @@ def random_kempner(draw, seed, hidden=32):
 
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(20))
-def test_kempnerforge(seed):
+def test_a_block_gives_the_output_of_kempnerforge(seed):
     """The epsilon of KempnerForge's configuration in its blocks, which do not read it; a LayerNorm without its bias."""
     draw = random.Random(seed)
     state, heads, kind, activation = random_kempner(draw, seed)

@@ -85,7 +85,7 @@ def random_text(draw, counts, marker, length=9):
 
 @torch.no_grad()
 @pytest.mark.parametrize("seed", CASES)
-def test_mllama(seed):
+def test_an_imported_mllama_gives_its_logits_and_tokens(seed):
     """Sizes, epsilons, head layouts or places that the importer takes for others; tiles, padding or a row that leak
     into another.
     """
@@ -144,7 +144,7 @@ def random_idefics(draw, seed):
 
 @torch.no_grad()
 @pytest.mark.parametrize("seed", CASES)
-def test_idefics(seed):
+def test_an_imported_idefics_gives_its_logits_and_tokens(seed):
     """The same for Idefics, with and without resampler, norms of queries and keys, and gates for each channel."""
     draw = random.Random(100 + seed)
     theirs = random_idefics(draw, seed)

@@ -200,7 +200,7 @@ def kempner_block(x, features, state, mask=None):
 @torch.no_grad()
 @pytest.mark.parametrize("hidden_act", ["silu", "gelu"])
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_kempnerforge_block(hidden_act, kv_heads):
+def test_a_kempnerforge_block_computes_its_equations(hidden_act, kv_heads):
     """Heads that are grouped differently, another epsilon, a gate that is not there."""
     state = kempner_block_state(0, hidden_act, kv_heads)
     config = kempnerforge_block_config(state, HEADS, hidden_act=hidden_act)
@@ -216,7 +216,7 @@ def test_kempnerforge_block(hidden_act, kv_heads):
 
 @torch.no_grad()
 @pytest.mark.parametrize("every", [2, 3])
-def test_kempnerforge_model(every, tmp_path):
+def test_a_kempnerforge_model_computes_its_equations(every, tmp_path):
     """Blocks in front of a layer that they should follow, and the one after the last layer."""
     states = {index: kempner_block_state(index) for index in range(4 // every)}
     checkpoint = {"token_embedding.weight": torch.zeros(1)}

@@ -48,7 +48,7 @@ def make_inputs(marked=True):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits(variant):
+def test_an_imported_idefics_gives_the_same_logits(variant):
     """A weight in the wrong place, an added token without its row, latents or gates of another shape."""
     theirs = make_idefics(**VARIANTS[variant])
     ours = import_checkpoint(theirs)
@@ -68,7 +68,7 @@ def test_logits(variant):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", ["plain", "resampler"])
-def test_generate(variant):
+def test_an_imported_idefics_generates_the_same_tokens(variant):
     """Images or masks that go missing after the first step; keys and values projected at every step, as there."""
     theirs = stop_idefics(make_idefics(**VARIANTS[variant]))
     ours = import_checkpoint(theirs)
@@ -96,7 +96,7 @@ def test_writes_added_tokens():
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_folder_to_folder(variant, tmp_path):
+def test_a_folder_is_converted_into_a_folder(variant, tmp_path):
     """A tensor lost or misplaced on the way through files."""
     theirs = make_idefics(torch.bfloat16, **VARIANTS[variant])
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="30KB")

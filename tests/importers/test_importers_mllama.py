@@ -37,7 +37,7 @@ from hf_xattn.utils.transformers_api import CACHE
 @torch.no_grad()
 @pytest.mark.parametrize("case", TILED)
 @pytest.mark.parametrize("driven_by", ["mask", "ids"])
-def test_logits(case, driven_by):
+def test_an_imported_mllama_gives_the_same_logits(case, driven_by):
     """A weight in the wrong place, padding tiles that are seen, another visibility rule, another rotary embedding."""
     theirs = make_mllama()
     ours = import_checkpoint(theirs)
@@ -82,7 +82,7 @@ def test_base_is_a_llama():
 
 @torch.no_grad()
 @pytest.mark.parametrize("said_by", ["aspect_ratio_ids", "image_mask"])
-def test_padding_images(said_by):
+def test_padding_images_of_an_imported_mllama_are_not_seen(said_by):
     """A padding image that is seen, where no marker keeps it out: its processor marks one of its tiles as real."""
     model = import_checkpoint(make_mllama())
     model.config.image_visibility = "all"
@@ -113,7 +113,7 @@ def test_images_added_to_a_chat():
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["several", "batch"])
-def test_generate(case):
+def test_an_imported_mllama_generates_the_same_tokens(case):
     """Images that go missing after the first step, and markers that a cache forgets."""
     theirs = make_mllama()
     ours = import_checkpoint(theirs)
@@ -167,7 +167,7 @@ def test_folder_to_folder_and_back(dtype, shard_size, tmp_path):
 
 
 @torch.no_grad()
-def test_processors(tmp_path):
+def test_the_original_processor_and_ours_give_the_same_tokens(tmp_path):
     """The original processor, or ours around the same image processor, that the imported model does not understand."""
     theirs = make_mllama()
     theirs.save_pretrained(tmp_path / "theirs")
@@ -252,7 +252,7 @@ def test_block_after_the_last_layer(tmp_path):
     assert all(torch.equal(back[name], tensor) for name, tensor in theirs.state_dict().items())
 
 
-def test_published_sizes():
+def test_the_published_sizes_give_llama_3_2_vision_11b():
     """Llama-3.2-11B-Vision: a block in front of the wrong layer, or a decoder that is not Llama-3.1-8B's."""
     rope = {**TEXT["rope_parameters"], "original_max_position_embeddings": 8192}
     cross = [3, 8, 13, 18, 23, 28, 33, 38]
@@ -284,7 +284,7 @@ def test_a_changed_model_does_not_go_back(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_pixels():
+def test_pixels_without_aspect_ratios_are_refused():
     """Pixels of another processor, or without their aspect ratios."""
     model = import_checkpoint(make_mllama())
     good = TILED["one"]

@@ -120,7 +120,7 @@ def test_text_that_sees_no_image_is_the_one_difference(tmp_path):
 
 
 @torch.no_grad()
-def test_half_precision(tmp_path):
+def test_an_export_in_bfloat16_keeps_its_dtype(tmp_path):
     """Gates that make the file larger, or a checkpoint in another dtype than the model."""
     ours = make_retrofit(torch.bfloat16)
     theirs = exported(ours, tmp_path / "theirs", dtype="auto")

@@ -62,7 +62,7 @@ def inputs(moss, rows):
 
 
 @torch.no_grad()
-def test_image_tokens(both):
+def test_image_tokens_are_those_of_the_formulas(both):
     """A layer of the tower or a norm in another order, patches of other neighbours, a separator that is missing."""
     theirs, ours = both
     found = ours.get_image_features(pictures()[None]).pooler_output[0, 0]
@@ -90,7 +90,7 @@ def test_rotary_code_of_the_published_sizes(moss):
 
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [[[*FRONT, 8, 9, 10]], [FRONT], [[*FRONT, 8, 9, 10, 11], [*FRONT, 12]]])
-def test_logits(moss, both, rows):
+def test_logits_are_those_of_the_formulas(moss, both, rows):
     """Keys that begin elsewhere than at the marker, text that does not go on behind the picture, counted padding."""
     theirs, ours = both
     found = ours(**inputs(moss, rows), pixel_values=pictures(len(rows))[:, None]).logits
@@ -107,7 +107,7 @@ def test_text_without_a_picture(moss, both):
 
 
 @torch.no_grad()
-def test_tokens(moss, both):
+def test_generated_tokens_are_those_of_the_formulas(moss, both):
     """Places that do not go on behind the prompt: greedy, a cache that is read again, a question that follows."""
     theirs, ours = both
     rows, count = [[*FRONT, 8, 9, 10], [*FRONT, 12]], 12
@@ -126,7 +126,7 @@ def test_tokens(moss, both):
 
 
 @torch.no_grad()
-def test_encoded_picture(moss, both):
+def test_an_encoded_image_gives_the_same_answer(moss, both):
     theirs, ours = both
     cache, row = ours.encode_images(pixel_values=pictures()[:, None]), [*FRONT, 8, 9, 10]
     found = ours.generate(**inputs(moss, [row]), cache=cache, max_new_tokens=5, do_sample=False)
@@ -243,7 +243,7 @@ def imported(moss, tmp_path_factory):
 
 
 @torch.no_grad()
-def test_saved(moss, both, imported):
+def test_a_saved_model_has_the_same_logits(moss, both, imported):
     _, folder = imported
     given, pixels = inputs(moss, [[*FRONT, 8, 9]]), pictures()[:, None]
     assert (folder / "moss_vl_parts.py").is_file()
@@ -252,7 +252,7 @@ def test_saved(moss, both, imported):
 
 
 @torch.no_grad()
-def test_a_chat(imported):
+def test_a_chat_goes_on_behind_its_image(imported):
     """A question about the picture, and one more from the cache; a second picture, and one that comes later."""
     theirs, folder = imported
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").eval()

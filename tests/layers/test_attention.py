@@ -100,7 +100,7 @@ def test_equals_the_reference(heads, mask, implementation, bias, quiet, qk_norm)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_gradcheck(implementation):
+def test_the_backward_pass_is_the_derivative(implementation):
     """Rules out a backward pass that is not the derivative of the forward pass, also beside a row that sees nothing."""
     sizes = {"hidden_size": 3, "context_size": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}
     layer = make_layer(implementation, torch.float64, **sizes, quiet_softmax=True, qk_norm=True)
@@ -219,7 +219,7 @@ def test_seeing_nothing_of_what_is_no_number(implementation, num_tokens):
 @pytest.mark.parametrize("heads", KV_HEADS)
 @pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("mask", ["none", "padding", "per token"])
-def test_output_attentions(heads, quiet, mask):
+def test_returned_weights_are_those_of_the_reference(heads, quiet, mask):
     """Rules out weights of another head, row or token than their place says, and a null key that is handed out."""
     layer = make_layer("sdpa", torch.float64, num_key_value_heads=KV_HEADS[heads], quiet_softmax=quiet)
     hidden, states = inputs(torch.float64)
@@ -292,7 +292,7 @@ def test_dropout_is_for_training(implementation, num_tokens):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("mask", ["none", "padding", "per token", "empty row"])
 @pytest.mark.parametrize("fields", [{}, {"quiet_softmax": True}, {"position_bias": True}])
-def test_flex_attention(monkeypatch, mask, fields):
+def test_flex_attention_reads_masks_and_biases_rightly(monkeypatch, mask, fields):
     """Rules out a mask or a bias in a form that flex attention reads as something else.
 
     The kernel runs uncompiled: compiling it takes half a minute a case, and its result is torch's affair.
@@ -380,7 +380,7 @@ def test_position_bias_in_the_output(heads, implementation, quiet):
         assert want.any()
 
 
-def test_query_positions():
+def test_a_decode_step_keeps_the_position_of_its_token():
     """Rules out decode steps whose token counts as position 0."""
     layer = make_layer(num_key_value_heads=2, position_bias=True, position_bias_num_buckets=8)
     hidden, states = inputs()
@@ -421,7 +421,7 @@ def test_context_dtype_follows_the_weights():
     assert torch.equal(layer(hidden.bfloat16(), states)[0], expected)
 
 
-def test_autocast():
+def test_autocast_runs_the_layer_in_its_dtype():
     """Rules out weights in float32 that run in float32 under autocast, and mixed precisions in one kernel."""
     layer = make_layer(num_key_value_heads=2, qk_norm=True, position_bias=True, quiet_softmax=True)
     hidden, states = inputs()
@@ -443,14 +443,14 @@ def test_autocast():
         ((2, 3, 10), (1, 5, 7), ["`cross_attention_states`", "batch 1", "batch 2", "encode_images"]),
     ],
 )
-def test_wrong_shapes(hidden, states, words):
+def test_wrong_shapes_are_refused_by_name(hidden, states, words):
     """Rules out tensors that broadcast to something nobody meant, and errors of a matrix product without names."""
     with pytest.raises(ValueError) as error:
         make_layer()(torch.zeros(hidden), torch.zeros(states))
     assert all(word in str(error.value) for word in words)
 
 
-def test_wrong_dtypes():
+def test_wrong_dtypes_are_refused_by_name():
     """Rules out ids in place of features, and 0/1 masks that torch would read as numbers to add."""
     layer = make_layer()
     hidden, states = inputs()
@@ -465,7 +465,7 @@ def test_wrong_dtypes():
         layer(hidden, states, torch.ones(BATCH, TEXT_LEN, 4, dtype=torch.bool))
 
 
-def test_zero_init():
+def test_a_fresh_layer_returns_zeros_only_with_zero_init():
     """Rules out a fresh layer that changes the text, and one that was asked not to be zero and is."""
     sizes = {"hidden_size": HIDDEN, "context_size": CONTEXT, "num_attention_heads": 4, "head_dim": HEAD_DIM}
     hidden, states = inputs()

@@ -231,7 +231,10 @@ def test_norms_equal_torch(dtype, scale):
 @pytest.mark.parametrize("granularity", ["scalar", "channel"])
 @pytest.mark.parametrize("fields", [{}, FULL, {"norm_type": "layernorm", "mlp_type": "plain"}, {"mlp_type": "none"}])
 def test_everything_learns_by_the_second_step(style, granularity, fields):
-    """Rules out weights that stay where they are for ever behind a product of two zeros (NovaSky-AI/SkyRL#852)."""
+    """Rules out weights that stay where they are for ever behind a product of two zeros.
+
+    https://github.com/NovaSky-AI/SkyRL/issues/852
+    """
     block = fresh(**STYLES[style], gate_granularity=granularity, initializer_range=0.2, **fields).train()
     hidden, states = inputs()
     target = torch.randn(hidden.shape)
@@ -250,7 +253,7 @@ def test_everything_learns_by_the_second_step(style, granularity, fields):
 
 @pytest.mark.parametrize("gate_init", [0.5, -1.0])
 @pytest.mark.parametrize("granularity, shape", [("scalar", (1,)), ("channel", (HIDDEN,))])
-def test_gate_shapes(granularity, shape, gate_init):
+def test_gates_have_an_axis_and_their_first_value(granularity, shape, gate_init):
     """Rules out 0-d gates, which FSDP cannot shard, and gates that do not start where the config says."""
     block = fresh(gate_granularity=granularity, gate_init=gate_init)
     for gate in (block.attn_gate, block.mlp_gate):
@@ -271,7 +274,10 @@ def test_token_gate_is_the_same_for_all_tokens_at_first():
 @pytest.mark.parametrize("gate", ["tanh", "token"])
 @every_norm
 def test_gates_and_norms_stay_float32(tmp_path, dtype, norm_type, gate):
-    """Rules out half-precision gates and norms: their updates vanish in rounding (vllm-project/speculators#765)."""
+    """Rules out half-precision gates and norms: their updates vanish in rounding.
+
+    https://github.com/vllm-project/speculators/issues/765
+    """
     source = randomized(**FULL, norm_type=norm_type, gate=gate)
     source.save_pretrained(tmp_path)
     loaded = GatedCrossAttentionBlock.from_pretrained(tmp_path, dtype=dtype)
@@ -288,8 +294,11 @@ def test_gates_and_norms_stay_float32(tmp_path, dtype, norm_type, gate):
 
 @every_style
 @pytest.mark.parametrize("fields", [{}, FULL, {"norm_type": "layernorm", "mlp_type": "plain"}, {"mlp_type": "none"}])
-def test_round_trip(tmp_path, style, fields):
-    """Rules out loaded weights that `_init_weights` draws anew (T#46620), or a setting that is lost in the file."""
+def test_a_loaded_block_has_the_weights_of_the_saved_one(tmp_path, style, fields):
+    """Rules out loaded weights that `_init_weights` draws anew, or a setting that is lost in the file.
+
+    https://github.com/huggingface/transformers/issues/46620
+    """
     block = randomized(**STYLES[style], **fields)
     block.save_pretrained(tmp_path)
     loaded, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
@@ -400,7 +409,7 @@ def test_zero_init_survives_post_init_and_meta(style):
         assert (other.attn_norm.weight == 1).all()
 
 
-def test_arguments():
+def test_a_block_refuses_a_call_without_images():
     """Rules out a block that runs without an image and silently does nothing, or takes wrong shapes and dtypes."""
     block = fresh()
     hidden, states = inputs()

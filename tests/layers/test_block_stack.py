@@ -70,7 +70,7 @@ def test_blocks_run_one_after_the_other(layers):
         assert torch.equal(output, entered) == (layers[one] == layers[other])
 
 
-def test_names():
+def test_single_blocks_keep_their_names():
     """A saved folder of today whose single blocks get other names; weights of several blocks under one name."""
     names = {name.split(".attn_gate")[0] for name in make_model(cross_attention_layers=[0, 2, 2, 4]).state_dict()}
     stem = "model.text_model.model.layers."
@@ -85,7 +85,7 @@ def test_names():
 @torch.no_grad()
 @at_every_place
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_save_and_load(layers, dtype, tmp_path):
+def test_several_blocks_at_a_place_survive_saving(layers, dtype, tmp_path):
     """A gate or a norm of the second block that is rounded, or a block that a folder loses."""
     bases = tmp_path / "text", tmp_path / "vision"
     make_text(dtype=dtype).save_pretrained(bases[0])
@@ -121,7 +121,7 @@ def test_a_lost_block_is_missed(tmp_path):
 
 @torch.no_grad()
 @at_every_place
-def test_generate(layers, tmp_path):
+def test_each_block_of_a_place_has_its_own_keys_and_values(layers, tmp_path):
     """Keys and values that a block of several takes from its neighbour, with the cache or on the way to a disk."""
     model = make_model(cross_attention_layers=layers)
     expected = model.generate(**given(), **GREEDY, use_cache=False)
@@ -140,7 +140,7 @@ def test_generate(layers, tmp_path):
 
 
 @at_every_place
-def test_gradient_checkpointing(layers):
+def test_each_block_of_a_place_gets_gradients(layers):
     """A block of several without a gradient, or images whose graph is freed by the first of them."""
     model = without_dropout(make_model(cross_attention_layers=layers))
     inputs = {**given(), "labels": token_ids()}
@@ -205,7 +205,7 @@ def test_several_blocks_of_a_folder(tmp_path):
 
 
 @torch.no_grad()
-def test_attention_maps():
+def test_the_map_of_a_place_is_the_mean_of_its_blocks():
     """The map of the first block of a place, shown as that of the place."""
     model = make_model(cross_attention_layers=[1, 1, 3])
     maps = attention_maps(model, given())
@@ -216,7 +216,7 @@ def test_attention_maps():
     assert torch.allclose(maps.grid(layer=3, head="mean", token=-1), each[2])
 
 
-def test_compiled():
+def test_several_blocks_at_a_place_compile():
     """A graph that breaks between the blocks of a place."""
     model = make_model(cross_attention_layers=[1, 1], cross_attention_config={"num_attention_heads": 2})
     states = torch.randn(2, 5, model.config.cross_attention_config.context_size)

@@ -20,7 +20,7 @@ from hf_xattn.parts.perceiver import PerceiverResampler
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp", "mlp_2d", "perceiver"])
-def test_initial_weights(kind):
+def test_initial_weights_keep_the_scale_of_features(kind):
     """Features that shrink or grow on their way to the blocks, because another module's initialisation fills the
     layers; a bias that adds noise; latents that are all alike.
     """

@@ -44,7 +44,7 @@ def test_rounding_by_hand(dtype):
     assert rounded.nbytes == 2 * 4 * 3 * (16 + 4)
 
 
-def test_extreme_values():
+def test_extreme_values_are_rounded_without_overflow():
     """A division by zero, a scale that underflows or overflows, and a fault that finite steps hide."""
     zero = torch.zeros(1, 1, 2, 8)
     for dtype in HALVES:
@@ -164,7 +164,7 @@ def test_products_against_float64(dtype, native, monkeypatch):
 
 
 @torch.no_grad()
-def test_conversion_in_parts(monkeypatch):
+def test_every_token_is_converted_in_parts(monkeypatch):
     """Tokens of half-precision states that no part converts."""
     states = torch.randn(2, 3, 700, 16).to(torch.bfloat16)
     monkeypatch.setattr(int8_states, "BYTES_AT_ONCE", 1)
@@ -201,7 +201,7 @@ def test_which_calls_multiply_in_int8(monkeypatch):
 
 
 @torch.no_grad()
-def test_one_image_token():
+def test_a_single_image_token_keeps_its_scale():
     """The value of a single token that is used without its scale."""
     for fields in ({}, {"qk_norm": True}):
         layer = make_layer(**fields)
@@ -244,7 +244,7 @@ def test_a_layer_moves_all_its_tensors():
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_bytes(dtype):
+def test_an_int8_cache_counts_the_bytes_that_it_holds(dtype):
     """A cache that holds floats beside the steps, or float32 in a half-precision model."""
     model = make_model(dtype=dtype, cross_attention_config={"head_dim": 128, "num_key_value_heads": 2})
     images = pixels(2, 3)

@@ -62,7 +62,7 @@ def test_wrong_fields_are_refused(fields, message):
         XAttnConfig(**options | fields)
 
 
-def test_defaults():
+def test_default_sizes_follow_the_tower():
     """Sizes that do not follow the tower."""
     config = XAttnConfig(
         text_config=make_text().config,

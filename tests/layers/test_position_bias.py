@@ -85,7 +85,7 @@ def test_left_padding_is_not_counted(name, kind):
 @pytest.mark.parametrize("name", ["llama", "bloom", "mamba", "bamba"])
 @pytest.mark.parametrize("cache", [None, "static", False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_generated_tokens(name, cache, kind):
+def test_generated_tokens_have_the_positions_of_a_row_alone(name, cache, kind):
     """Positions of the mask that `generate` makes for a static cache, which is longer than the text."""
     if cache == "static" and name == "bloom" and is_before(ARCHITECTURES["bloom"].static_since):
         pytest.skip("Bloom has no static cache here")

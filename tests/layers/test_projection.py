@@ -20,7 +20,7 @@ def native(request, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_widened(dtype, bias, native):
+def test_a_widened_projection_is_rounded_once(dtype, bias, native):
     """Rows that are lost or mixed between parts, a bias that is left out, a result that is rounded twice."""
     layer = ImageLinear(24, 10, bias=bias).to(dtype)
     states = torch.randn(3, 2, 27, 24).to(dtype)
@@ -33,7 +33,7 @@ def test_widened(dtype, bias, native):
         assert torch.equal(output, wide.to(dtype))
 
 
-def test_gradients(native):
+def test_a_widened_projection_gives_gradients(native):
     """A projection that trains on a detached copy."""
     layer = ImageLinear(24, 10).bfloat16()
     states = torch.randn(40, 24).bfloat16().requires_grad_()

@@ -165,7 +165,7 @@ PROPERTIES = {
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
-def test_property(name):
+def test_a_random_block_has_the_property(name):
     """Sizes, layouts and masks that no test was written for."""
     run(*PROPERTIES[name])
 

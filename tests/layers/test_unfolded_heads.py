@@ -26,7 +26,7 @@ def calls(as_on_a_gpu, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"quiet_softmax": True}], ids=["", "quiet softmax"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-def test_equals_folded(calls, monkeypatch, masked, options):
+def test_unfolded_heads_give_the_folded_result(calls, monkeypatch, masked, options):
     """Heads that read another group's keys, a mask that is dropped or read for other queries."""
     model = make_model(dtype=torch.bfloat16, cross_attention_config={"num_key_value_heads": 2, **options})
     images = {"pixel_values": pixels(2, 2).bfloat16()}
@@ -48,7 +48,7 @@ def test_equals_folded(calls, monkeypatch, masked, options):
 
 
 @torch.no_grad()
-def test_when(calls):
+def test_heads_stay_folded_where_a_kernel_cannot_unfold_them(calls):
     """Several positions, or beams that share an image, which would read it once for each; float32, which repeats it;
     a mask for each head; heads that no kernel takes.
     """
@@ -66,7 +66,7 @@ def test_when(calls):
     assert not kernels.attends_unfolded(query, key.expand(-1, -1, -1, 16).repeat(1, 1, 1, 20), None, 2)
 
 
-def test_compiled(as_on_a_gpu):
+def test_the_choice_of_heads_compiles(as_on_a_gpu):
     """A choice of kernel that breaks the graph of a decode step, or reads other heads there."""
     model = make_model(dtype=torch.bfloat16, cross_attention_config={"num_key_value_heads": 2})
     images = {"pixel_values": pixels(2).bfloat16()}

@@ -80,7 +80,7 @@ def test_text_before_the_answer_has_no_maps():
     assert all(each.shape == (1, 1, 4, 32) for each in maps.weights)
 
 
-def test_without_images():
+def test_maps_without_images_are_refused():
     """Maps of nothing."""
     text = {name: value for name, value in inputs().items() if name != "pixel_values"}
     with pytest.raises(ValueError, match=r"needs images, got `inputs` with \['attention_mask', 'input_ids'\] only"):

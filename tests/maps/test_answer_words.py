@@ -63,7 +63,7 @@ def test_characters_of_several_tokens():
 
 
 @pytest.mark.parametrize("text", ["", " \n "])
-def test_no_words(text):
+def test_a_text_without_words_has_none(text):
     """A word of nothing."""
     tokenizer = byte_tokenizer()
     assert words_of(tokenizer(text)["input_ids"], tokenizer) == []

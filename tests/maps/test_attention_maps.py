@@ -132,7 +132,7 @@ def test_beams_and_return_sequences():
     assert torch.equal(maps.pixels(row=3), maps.pixels(row=2)) and not torch.equal(maps.pixels(row=3), maps.pixels())
 
 
-def test_end_of_text():
+def test_padding_after_the_end_is_no_text():
     """Padding after the end that is taken for text."""
     model, given = make_model(), inputs()
     free = model.generate(**given, max_new_tokens=6, do_sample=False)
@@ -406,7 +406,7 @@ def test_grids_that_do_not_exist():
             maps.grid(**wrong)
 
 
-def test_other_models():
+def test_maps_need_a_model_with_blocks():
     """A model without a head that is refused, or a model without blocks that fails somewhere inside."""
     model, given = make_model(), inputs()
     expected = attention_maps(model, given).weights
@@ -417,7 +417,7 @@ def test_other_models():
         attention_maps(make_text(), given)
 
 
-def test_plot(tmp_path):
+def test_a_plot_names_its_words_layers_and_heads(tmp_path):
     """A panel under the wrong word, a mean that is labelled as one head, or one scale a panel."""
     pytest.importorskip("matplotlib")
     maps = attention_maps(make_model(), inputs(), max_new_tokens=3)

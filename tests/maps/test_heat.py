@@ -34,7 +34,7 @@ def test_heat_lies_on_its_patch(covered):
 
 
 @pytest.mark.parametrize("layers", [[1, 3], [1, 1, 3]], ids=["one block a layer", "two blocks in a layer"])
-def test_looks(layers):
+def test_heat_lies_on_the_patches_of_its_layer(layers):
     """Heat of the first of two blocks, or of another token or picture; pictures with a scale each."""
     model = make_model(cross_attention_layers=layers)
     inputs = {"input_ids": token_ids(batch=1), "pixel_values": pixels(1, num_images=2)}

@@ -149,7 +149,7 @@ def test_runs_are_deterministic_and_rows_independent(base, tower):
 @torch.no_grad()
 @on_every_base
 @pytest.mark.parametrize("kernel", ["sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)])
-def test_kernels_agree(base, kernel):
+def test_all_kernels_give_the_result_of_eager_attention(base, kernel):
     """SDPA or flex attention that sees other images or other text than eager attention does, also in half precision."""
     model = build(base, "siglip")
     if (base, kernel) == ("hybrid", "flex_attention"):
@@ -191,7 +191,7 @@ def test_window_of_the_base():
 
 
 @pytest.mark.parametrize(("base", "tied"), [*((base, True) for base in BASES), ("dense", False)])
-def test_resized_embeddings(base, tied, tmp_path):
+def test_resized_embeddings_keep_their_rows_and_ties(base, tied, tmp_path):
     """Weights, sizes or ties that are lost when the vocabulary grows or shrinks, or in the files that are saved after
     it.
     """
@@ -244,7 +244,7 @@ def test_headed_and_head_less(base, tower, tmp_path):
 
 @torch.no_grad()
 @on_every_kind
-def test_copies(base, tower, tmp_path):
+def test_copies_and_pickles_give_the_same_model(base, tower, tmp_path):
     """A copy, a pickle or a `state_dict` that gives another model."""
     model, given = build(base, tower), inputs_for(tower)
     expected = model(**given).logits
@@ -265,7 +265,7 @@ def test_copies(base, tower, tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("base", ["dense", "experts"])
-def test_mismatched_sizes(base, tmp_path):
+def test_weights_of_another_size_are_refused_unless_asked_for(base, tmp_path):
     """Weights of another size that pass without a word; with `ignore_mismatched_sizes`, others that are lost beside
     them.
     """
@@ -316,7 +316,7 @@ def test_missing_weights_start_as_new_ones(made, base, tower):
 
 
 @pytest.mark.parametrize("tower", ["none", "siglip"])
-def test_initializer_range(tower):
+def test_blocks_start_with_the_spread_of_the_configuration(tower):
     """Blocks that start with a spread of their own, whatever the configuration asks for."""
     for spread in (0.02, 0.3):
         torch.manual_seed(1)

@@ -200,7 +200,7 @@ def test_one_graph_for_stateful_decoders(name):
 
 
 @torch.no_grad()
-def test_ask_again_compiled():
+def test_encoded_images_do_not_compile_again():
     """Encoded images whose keys and values count as new inputs for each question."""
     model, (backend, graphs) = make_model(), counting_backend()
     encoded = model.encode_images(pixel_values=pixels(1))
@@ -213,7 +213,7 @@ def test_ask_again_compiled():
 
 
 @torch.no_grad()
-def test_compiled_forward():
+def test_a_forward_with_images_is_one_graph():
     """A forward with images that breaks the graph: training and prefill compile too."""
     model, ids, images = make_model(), token_ids(), pixels()
     backend, graphs = counting_backend()
@@ -232,7 +232,7 @@ def test_compiled_forward():
     assert model(ids, pixel_values=images, cache=cache)[CACHE] is cache
 
 
-def test_compiled_training_step():
+def test_a_compiled_training_step_gives_the_same_gradients():
     """Gradients that differ, or vanish, under compilation (backward through the blocks and the connector)."""
     gradients = []
     for compile_it in (False, True):
@@ -264,7 +264,7 @@ def test_compiled_prefill_makes_its_cache():
 
 
 @torch.no_grad()
-def test_compiled_attentions():
+def test_compiled_attention_weights_are_the_same():
     """Weights of blocks that break the graph."""
     model, ids, images = make_model(), token_ids(), pixels()
     model.set_attn_implementation("eager")  # under sdpa the text model warns, and logging breaks the graph

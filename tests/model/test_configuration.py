@@ -56,7 +56,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("field", DEFAULTS)
-def test_default(field):
+def test_no_default_moves(field):
     """Rules out a default that moves unnoticed: checkpoints leave default fields out of their config.json."""
     assert getattr(CrossAttentionConfig(), field) == DEFAULTS[field]
 
@@ -357,8 +357,11 @@ def test_block_config_round_trip(tmp_path, fields):
     assert set(NON_DEFAULT) == set(DEFAULTS)
 
 
-def test_config_round_trip(tmp_path):
-    """Rules out a saved model that comes back with other blocks, layers or connector (T#36077)."""
+def test_a_saved_configuration_loads_equal(tmp_path):
+    """Rules out a saved model that comes back with other blocks, layers or connector.
+
+    https://github.com/huggingface/transformers/issues/36077
+    """
     config = xattn_config(
         vision_config=vision_config(),
         cross_attention_config=NON_DEFAULT,

@@ -112,7 +112,7 @@ def test_uncached_run_encodes_pixels_once(images):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_prompt_lookup(name):
+def test_prompt_lookup_gives_the_greedy_tokens(name):
     """Rejected candidates that leave traces, or images that are encoded again for each candidate."""
     model, images = make_model(name), pixels(1)
     ids = token_ids(1, 4).repeat(1, 3)
@@ -138,7 +138,7 @@ def test_prompt_lookup_in_a_conversation(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
-def test_text_only_assistant(name):
+def test_a_text_only_assistant_gets_no_images(name):
     """Images that leak into the assistant, which has no place for them; candidates judged without the images."""
     model, ids, images = make_model(name), token_ids(1), pixels(1)
     assistant = make_text(name, seed=11)
@@ -179,7 +179,7 @@ def test_assistant_of_another_vocabulary():
 
 
 @pytest.mark.parametrize("visibility", ["all", "previous", "latest"])
-def test_chunked_prefill(visibility):
+def test_chunked_prefill_encodes_images_once(visibility):
     """Images encoded for each chunk, or markers of an earlier chunk forgotten."""
     model = make_model(image_token_id=MARKER, image_visibility=visibility)
     ids, images = token_ids(2, 10), pixels(2, 2)
@@ -252,7 +252,7 @@ def test_explicit_mask_holds_while_decoding(options):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("method", ["greedy", "beams", "return_sequences"])
-def test_callers_cache(name, method):
+def test_a_plain_cache_of_the_caller_gives_the_same_tokens(name, method):
     """A plain `EncoderDecoderCache` of the caller, whose cross half would follow the beams or the sliding window."""
     model, ids, images = make_model(name), token_ids(), pixels()
     expected = generate(model, ids, pixel_values=images, use_cache=False, **METHODS[method])
@@ -343,7 +343,7 @@ def say(model, *args, **given):
 
 @torch.no_grad()
 @pytest.mark.parametrize("cached", [True, False])
-def test_images_without_text(cached):
+def test_images_alone_need_a_first_token(cached):
     """A caption that is asked for by the pictures alone: one row for two pictures, of a model that saw none."""
     model, images = make_model(), pixels(2, 1)
     options = {} if cached else {"use_cache": False}
@@ -387,7 +387,7 @@ def test_the_code_of_a_custom_generate(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("way", ["keyword", "argument", "positional", "partial_argument", "of_the_model"])
-def test_token_healing(way):
+def test_token_healing_beside_images_is_refused(way):
     """The last token of a prompt, asked for anew without the pictures, wherever `generate` finds the option."""
     model, ids, images = make_model(), torch.tensor([[4, 5, 6, 7, 5]]), pixels(1, 1)
     args, options = (), {"tokenizer": make_tokenizer()}
@@ -407,7 +407,7 @@ def test_token_healing(way):
 
 
 @torch.no_grad()
-def test_continuous_batching():
+def test_continuous_batching_is_refused_by_name():
     """The prompt without a new token after half a minute, with the error in a log: its steps carry no images."""
     model, ids, images = make_model(), token_ids(2, 5), pixels(2, 1)
     with pytest.raises(ValueError, match="`generate_batch`.* is not supported by XAttnForConditionalGeneration"):

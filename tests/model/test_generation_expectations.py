@@ -35,7 +35,7 @@ def generate(model, inputs, new=NEW, **options):
     ("base", "tower"),
     [kind for kind in KINDS if kind[0] in ("hybrid", "experts") or kind[1] == "none"],
 )
-def test_methods_and_caches(base, tower, method):
+def test_each_method_gives_the_same_tokens_with_a_cache(base, tower, method):
     """A decoding method that gives another answer with a cache than without one."""
     model, given = build(base, tower), inputs_for(tower)
     options = METHODS[method]
@@ -55,7 +55,7 @@ def test_methods_and_caches(base, tower, method):
 
 
 @on_every_kind
-def test_candidates(base, tower):
+def test_rejected_candidates_change_no_token(base, tower):
     """Candidates of the prompt or of an assistant that change the answer; a decoder with a state that takes them back;
     a class that promises so for all decoders, which transformers' tests ask.
     """
@@ -75,7 +75,7 @@ def test_candidates(base, tower):
 
 @on_every_kind
 @pytest.mark.parametrize("method", ["greedy", "beams"])
-def test_outputs(base, tower, method):
+def test_outputs_of_the_steps_have_their_shapes(base, tower, method):
     """Scores, hidden states or attentions of the steps that are missing, or of other rows and lengths."""
     model, given = build(base, tower), inputs_for(tower)
     model.set_attn_implementation("eager")
@@ -100,7 +100,7 @@ def test_outputs(base, tower, method):
 
 
 @on_every_kind
-def test_continued(base, tower):
+def test_an_answer_goes_on_from_its_cache(base, tower):
     """An answer that another `generate` continues from its cache, with ids or with embeddings, and that forgets the
     images.
     """
@@ -117,7 +117,7 @@ def test_continued(base, tower):
 
 @on_every_kind
 @pytest.mark.parametrize("cache", CACHES)
-def test_embeddings(base, tower, cache):
+def test_embeddings_of_a_prompt_give_the_tokens_of_its_ids(base, tower, cache):
     """A prompt of embeddings whose answer differs from that to its ids, or whose images are not expanded
     to the beams.
     """
@@ -147,7 +147,7 @@ def test_left_padding_and_positions(base, tower):
 
 @torch.no_grad()
 @pytest.mark.parametrize("base", BASES)
-def test_logits_to_keep(base):
+def test_kept_logits_are_those_of_the_positions_asked_for(base):
     """Logits of other positions than those that are asked for."""
     model, given = build(base, "siglip"), inputs_for("siglip")
     logits = model(**given).logits

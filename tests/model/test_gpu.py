@@ -31,7 +31,7 @@ def test_caches_give_the_same_tokens(name, cache):
     assert torch.equal(model.generate(ids, cache=image_cache, num_beams=3, **OPTIONS), beams)
 
 
-def test_image_store():
+def test_the_image_store_stays_on_the_device():
     """Keys and values that stay on the host, are counted without their storage, or come back on a device that the
     model has left.
     """
@@ -50,7 +50,7 @@ def test_image_store():
 
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("visibility", ["all", "previous", "latest", "latest_group"])
-def test_cuda_graphs(visibility, padded):
+def test_cuda_graphs_give_the_same_tokens(visibility, padded):
     """Addresses that change between steps: a graph would read another image's keys, or the mask of an earlier text."""
     model = make_model(image_visibility=visibility, image_token_id=5).to("cuda")
     for seed in range(3):

@@ -116,7 +116,7 @@ def test_ctrl_c_while_a_cache_is_adopted():
 
 
 @pytest.mark.parametrize("max_bytes", [None, 2**24, 20_000], ids=["no store", "store", "small store"])
-def test_eight_threads(max_bytes):
+def test_eight_threads_get_the_answers_about_their_own_images(max_bytes):
     """An answer about the picture of another thread."""
     model = make_model()
     if max_bytes is not None:

@@ -95,7 +95,7 @@ def test_custom_code_may_read_other_names():
         model(token_ids(), pixel_value=pixels())
 
 
-def test_suggestions():
+def test_a_misspelt_name_gets_a_suggestion():
     """A name of another library's, or one far from all known."""
     assert suggestion("images", ["pixel_values", "image_mask"]) == " Did you mean `pixel_values`?"
     assert suggestion("dtpye", ["dtype", "device_map"]) == " Did you mean `dtype`?"

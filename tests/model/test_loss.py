@@ -73,7 +73,7 @@ def train(model, data, folder, collate=None, **options):
 
 
 @pytest.mark.parametrize("steps, smoothing", [(1, 0.0), (2, 1e-9), (4, 0.0)])
-def test_gradient_accumulation(tmp_path, steps, smoothing):
+def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path, steps, smoothing):
     """A sum that is divided by the number of all labels, markers among them; a mean of means; labels that are not
     shifted.
     """
@@ -183,7 +183,7 @@ def test_another_index_that_is_ignored(options):
     assert torch.allclose(found, expected, atol=1e-6)
 
 
-def test_slices_of_labels():
+def test_slices_of_longer_labels_give_the_same_loss():
     """Shifted labels that are a part of a longer row, which torch cannot view as one row."""
     model, ids, images = make_model(), token_ids(2, 9), pixels()
     kept = {"pixel_values": images, "logits_to_keep": 4}
@@ -200,7 +200,7 @@ def test_shift_labels_are_checked():
         model(ids, pixel_values=pixels(), labels=ids, shift_labels=ids[:, 1:])
 
 
-def test_only_markers():
+def test_a_batch_of_markers_alone_has_a_loss_of_zero():
     """Zero divided by zero, where no label of a micro-batch counts."""
     model, ids = make_model(image_token_id=MARKER).train(), token_ids()
     labels = torch.full_like(ids, MARKER)

@@ -183,7 +183,7 @@ def test_padding_images_and_padding_tokens_equal_leaving_them_out():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-def test_output_attentions(kernel):
+def test_attention_weights_sum_to_one_over_what_is_seen(kernel):
     """Attention maps of a wrong shape or order, or weights that do not sum to one over what a token sees."""
     model = make_model()
     model.set_attn_implementation(kernel)
@@ -201,7 +201,7 @@ def test_output_attentions(kernel):
 
 
 @torch.no_grad()
-def test_output_classes():
+def test_outputs_are_those_of_transformers():
     """Outputs that other libraries do not know, or that change with `return_dict`."""
     model, ids, images = make_model(), token_ids(), pixels()
     outputs = model(ids, pixel_values=images, output_hidden_states=True)
@@ -233,7 +233,7 @@ def test_body_of_every_decoder():
         assert model.get_decoder() is find_decoder(model.model.text_model)[0]
 
 
-def test_experts_report():
+def test_experts_report_their_balancing_loss():
     """A mixture of experts whose balancing loss or router logits are lost on the way out, of the body as well."""
     model, ids = make_model("mixtral").train(), token_ids()
     outputs = model(ids, pixel_values=pixels(), labels=ids, output_router_logits=True)
@@ -303,7 +303,10 @@ def test_gradient_checkpointing_is_switched_off_again():
 
 
 def test_gradient_checkpointing_with_a_cache():
-    """Images written twice by the recomputation (T#46572), or those of a cache ignored in training."""
+    """Images written twice by the recomputation, or those of a cache ignored in training.
+
+    https://github.com/huggingface/transformers/issues/46572
+    """
     model, ids, images = make_model().train(), token_ids(), pixels()
     expected = model(ids, pixel_values=images, labels=ids, use_cache=False)
     encoded = model.encode_images(pixel_values=images)

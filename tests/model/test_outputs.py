@@ -170,7 +170,7 @@ def test_continued_generation_returns_the_new_attentions():
 
 
 @torch.no_grad()
-def test_nobody_asked():
+def test_attentions_are_not_kept_without_a_request():
     """Attentions that are computed or kept without a request; a plain tensor that becomes something else."""
     model, ids, images = make_model(), token_ids(), pixels()
     asked = []

@@ -47,7 +47,7 @@ def new_text(records):
     return [record["generated_text"] for record in records]
 
 
-def test_a_chat(pipe, parts):
+def test_a_pipeline_answers_a_chat_as_generate_does(pipe, parts):
     """A chat whose image the pipeline drops; an answer that `generate` would not give."""
     answers = set()
     for images in ((drawing(0),), (drawing(1),), (drawing(0), drawing(1)), ()):
@@ -62,7 +62,7 @@ def test_a_chat(pipe, parts):
     assert len(answers) == 4
 
 
-def test_addresses(pipe, parts, address):
+def test_a_pipeline_reads_the_image_at_an_address(pipe, parts, address):
     """An image behind a URL that is not the image at its place."""
     for seed in range(3):
         url = f"{address}/{seed}.png"
@@ -110,7 +110,7 @@ def test_a_tokenizer_that_pads_behind(chat_folder, parts):
     assert pipe.tokenizer.padding_side == "right"
 
 
-def test_text_generation(chat_folder, parts):
+def test_a_text_pipeline_answers_as_generate_does(chat_folder, parts):
     """A model that answers text alone otherwise, or not at all, as a language model."""
     model, processor = parts
     pipe = pipeline("text-generation", model=str(chat_folder))
@@ -123,7 +123,7 @@ def test_text_generation(chat_folder, parts):
     assert pair[0][0]["generated_text"] == record["generated_text"]
 
 
-def test_text_streamer(parts, capsys):
+def test_a_streamer_shows_the_text_of_generate(parts, capsys):
     """Text that the terminal shows and `generate` does not return."""
     model, processor = parts
     chat = [question(TEXT, drawing(2))]
@@ -132,7 +132,7 @@ def test_text_streamer(parts, capsys):
 
 
 @pytest.mark.parametrize("whole", ["processor", "tokenizer"])
-def test_text_iterator_streamer(parts, whole):
+def test_an_iterator_streams_the_whole_answer(parts, whole):
     """A stream from another thread that ends early, or never."""
     model, processor = parts
     expected = answer(model, processor, [question(TEXT, drawing(2))])

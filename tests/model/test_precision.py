@@ -68,7 +68,7 @@ def run(model, steps, scaler=None, dtype=None, rate=1e-2, images=None):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.01), (torch.float16, 0.002)], ids=["bf16", "fp16"])
-def test_autocast(dtype, tolerance, checkpointed):
+def test_losses_under_autocast_are_those_of_float32(dtype, tolerance, checkpointed):
     """Losses that drift from those in float32, a weight that never moves, a scaler that never finds its scale."""
     runs = []
     for half in (False, True):
@@ -237,7 +237,7 @@ def test_rounding_is_told(kind, tmp_path, caplog, monkeypatch):
     assert not told()[1]
 
 
-def test_refused():
+def test_train_in_float32_refuses_models_that_train_nothing():
     """Nothing that trains; weights that are sharded already."""
     with pytest.raises(ValueError, match="no parameter that trains"):
         train_in_float32(freeze(make_model(), connector=True, blocks=True))

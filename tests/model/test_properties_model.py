@@ -223,7 +223,7 @@ PROPERTIES = {
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
-def test_property(name):
+def test_a_random_model_has_the_property(name):
     """Decoders, batches, masks and caches that no test was written for."""
     run(*PROPERTIES[name], shrinks=False)
 

@@ -148,14 +148,14 @@ def calls_are_refused_by_us(seed: int) -> None:
             raise AssertionError(f"seed {seed}: {method.__name__}({shapes}): {wrong}") from error
 
 
-def test_calls():
+def test_random_mistakes_get_errors_of_this_package():
     """Mistakes that no test was written for."""
     for seed in range(150):
         calls_are_refused_by_us(seed)
 
 
 @pytest.mark.slow
-def test_many_calls():
+def test_thousands_of_random_mistakes_get_errors_of_this_package():
     """The same for thousands more, other ones at every run."""
     first = slow_seed()
     print(f"PROPERTY_SEED={first}")

@@ -67,7 +67,7 @@ def test_rotary_code_in_three_axes(parts, of_rows):
     assert torch.allclose(position(key, torch.arange(12)[None], "keys"), by_transformers(key, of_image), atol=1e-5)
 
 
-def test_gate(parts):
+def test_the_gate_computes_its_formula(parts):
     gate = parts.MoshiVisGate(CrossAttentionConfig(hidden_size=16, num_attention_heads=2, gate="moshivis"))
     update, text = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
     down, up = gate.mlp[0].weight, gate.mlp[2].weight
@@ -76,7 +76,7 @@ def test_gate(parts):
 
 
 @torch.no_grad()
-def test_deepstack_merger(parts):
+def test_the_deepstack_merger_joins_levels_in_order(parts):
     """Levels or patches that are joined in another order, or norms of other levels."""
     options = {"connector_type": "deepstack", "connector_options": {"grid": GRID}, "vision_feature_layer": [1, -1]}
     model = make_model(**options)

@@ -65,7 +65,7 @@ def test_a_fresh_model_is_its_base():
 
 
 @torch.no_grad()
-def test_against_the_formula():
+def test_a_registered_gate_computes_its_formula():
     """Inputs of a gate that are swapped, a gate that is left out, or one for both branches."""
     config = CrossAttentionConfig(hidden_size=16, num_attention_heads=2, gate="offset_sigmoid", zero_init=False)
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_image_tokens_are_the_connector_s():
 
 @pytest.mark.parametrize("small", [False, True], ids=["whole", "adapter_only"])
 @torch.no_grad()
-def test_saved_and_loaded(tmp_path, small):
+def test_registered_parts_survive_saving(tmp_path, small):
     """Weights that get lost, options that are dropped, a buffer that no checkpoint holds and is empty memory."""
     bases = {}
     if small:
@@ -196,7 +196,7 @@ def test_what_cannot_be_registered():
         register_gate("offset_sigmoid", SigmoidGate, exist_ok=True)
 
 
-def test_options():
+def test_options_of_a_part_that_takes_none_are_refused():
     with pytest.raises(ValueError, match="`gate_options` are for a gate of your own, got {'offset': 1} with 'tanh'"):
         CrossAttentionConfig(gate_options={"offset": 1})
     with pytest.raises(StrictDataclassError, match="'gate_options' with value 3"):
@@ -260,7 +260,7 @@ def test_the_card_says_what_to_register(tmp_path):
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.9", reason="torch before 2.9 breaks the graph")
 @torch.no_grad()
-def test_compiled():
+def test_registered_parts_compile():
     """Parts of one's own at which compiled code breaks its graph."""
     model = own_model()
     expected = model(token_ids(), pixel_values=pixels()).logits

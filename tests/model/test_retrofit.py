@@ -367,7 +367,7 @@ print(json.dumps({"peak": peak - before, "size": size}))
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="the memory of a process is in /proc/self/status, which only Linux has"
 )
-def test_peak_memory(tmp_path):
+def test_retrofit_holds_one_copy_of_the_weights(tmp_path):
     """A second copy of the weights while loading."""
     sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 12, "vocab_size": 8192}
     AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained(tmp_path)

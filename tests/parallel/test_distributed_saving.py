@@ -74,7 +74,7 @@ def _work(rank, folder):
     leave(rank, folder)
 
 
-def test_sharded_weights(tmp_path):
+def test_sharded_weights_are_saved_whole(tmp_path):
     """Half of each weight in a file, a process that waits for ever for the other one, or sharded weights taken for
     changed ones.
     """

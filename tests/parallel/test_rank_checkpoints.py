@@ -35,7 +35,7 @@ def split(folder, ranks):
         save_file(parts, folder / rank_file(rank + 1), metadata)
 
 
-def test_parts_of_ranks(tmp_path):
+def test_parts_that_ranks_wrote_load_as_one_model(tmp_path):
     """A checkpoint that is refused because each rank holds a part of every tensor; parts of two checkpoints, or of
     half a one.
     """

@@ -49,7 +49,7 @@ def test_ranks_get_the_weights_of_the_first(tmp_path):
 
 
 @pytest.mark.slow
-def test_trainer(tmp_path):
+def test_trainer_under_fsdp2_has_the_weights_of_one_process(tmp_path):
     """`Trainer` under FSDP2: other weights than in one process, or a saved folder with half of them."""
     run(1, tmp_path, "train")
     run(2, tmp_path, "train")

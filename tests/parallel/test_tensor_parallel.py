@@ -128,7 +128,7 @@ def test_what_a_rank_cannot_do(found):
     assert all(rank["loaded images"] for rank in found[1]["shared"])
 
 
-def test_plans():
+def test_a_plan_splits_only_heads_that_no_two_ranks_share():
     """A head that two ranks share; a rule for a module that is not there."""
 
     def plan(ranks, **fields):

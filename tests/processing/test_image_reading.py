@@ -82,7 +82,7 @@ def test_every_form_gives_the_same_pixels(processor, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "PA", "1", "CMYK", "YCbCr", "HSV", "RGBA", "I;16"])
-def test_modes_of_pil(processor, mode):
+def test_every_mode_of_pil_gives_the_same_colours(processor, mode):
     """A palette's indices taken for colours; 16 bits that turn white."""
     if mode == "I;16":
         grey = np.asarray(picture().convert("L"))
@@ -94,7 +94,7 @@ def test_modes_of_pil(processor, mode):
     assert torch.equal(processor(images=image)["pixel_values"], expected)
 
 
-def test_grey_arrays(processor):
+def test_grey_arrays_become_three_equal_channels(processor):
     """A grey array that is refused, or whose one channel is broadcast in a batch of colours."""
     grey = picture().convert("L")
     array = np.asarray(grey)
@@ -200,7 +200,7 @@ def test_base64_longer_than_a_file_name(processor):
     assert torch.equal(processor(images=encoded)["pixel_values"], processor(images=image)["pixel_values"])
 
 
-def test_file_address(processor, tmp_path):
+def test_a_file_address_is_read_as_a_file(processor, tmp_path):
     """A `file://` address that is refused as no URL."""
     make_picture().save(tmp_path / "a b.png")
     made = processor(images=(tmp_path / "a b.png").as_uri())["pixel_values"]
@@ -251,7 +251,7 @@ def test_size_of_a_call(processor):
     assert torch.equal(plain[0, 0], torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1))
 
 
-def test_three_pixels_wide(processor):
+def test_an_image_of_three_columns_is_no_image_of_channels(processor):
     """Three columns taken for three channels, in a batch or alone."""
     array = np.random.default_rng(1).integers(0, 255, (3, 9, 3), dtype=np.uint8)
     expected = processor(images=Image.fromarray(array))["pixel_values"]
@@ -320,7 +320,7 @@ def test_what_is_no_image(processor, tmp_path):
             processor(images=image, text="a")
 
 
-def test_images_over_http(processor):
+def test_an_error_page_is_no_image(processor):
     """An error page of a server taken for a picture."""
     import http.server
     import threading
@@ -407,7 +407,7 @@ def pictures():
     )
 
 
-def test_broken_pictures(tmp_path):
+def test_broken_images_are_refused_by_name(tmp_path):
     """An error of a decoder, which names no argument, or gigabytes for a few bytes."""
     wrong, refused, read = {}, 0, 0
     for name, content in pictures():

@@ -88,7 +88,7 @@ def test_arguments_of_the_parts(parts):
     assert "input_ids" in processor(text="a", videos=None, audio=None)
 
 
-def test_return_tensors(parts):
+def test_texts_return_the_tensors_that_were_asked_for(parts):
     """Tensors where lists or arrays were asked for."""
     _, tokenizer, image_processor = parts
     processor = XAttnProcessor(image_processor, tokenizer)
@@ -141,7 +141,7 @@ def test_wrong_types_are_named(parts, case):
         processor(*args, **kwargs)
 
 
-def test_errors(parts):
+def test_texts_and_images_that_do_not_match_are_refused(parts):
     """Silent truncation where texts and images do not match."""
     folder, tokenizer, image_processor = parts
     processor = XAttnProcessor(image_processor, tokenizer)

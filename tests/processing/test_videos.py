@@ -74,7 +74,7 @@ def videos(folder):
         yield f"{name}.mp4", str(folder / f"{name}.mp4")
 
 
-def test_broken_videos(tmp_path):
+def test_broken_videos_are_refused_by_name(tmp_path):
     """A video taken for another one, an error that names no argument, or a million pictures for one that was sent."""
     processor, wrong = make_processor(TEXT_TEMPLATES["guard"]), {}
     for name, video in videos(tmp_path):

@@ -75,7 +75,7 @@ def test_every_name_has_an_example():
 
 @needs_part("AutoImageProcessor without torchvision")
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_runs(name, files, own_parts, tmp_path, monkeypatch):
+def test_an_example_runs_and_prints_what_it_says(name, files, own_parts, tmp_path, monkeypatch):
     """Lines that a reader copies from the reference and that do not work, or do not print what is written there."""
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])

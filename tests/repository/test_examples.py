@@ -31,7 +31,7 @@ for path in paths:
 
 
 @pytest.mark.parametrize("example", examples(*TRAINED, others=True))
-def test_example(example, tmp_path):
+def test_an_example_runs_as_it_stands(example, tmp_path):
     """An example that its reader cannot run."""
     run_example(example, tmp_path)
 

@@ -9,6 +9,7 @@ import pytest
 
 import hf_xattn
 from helpers.checkout import ROOT
+from helpers.inputs.notebooks import code_cells
 
 
 # Deeper modules that a guide or an example imports from, and why. Benchmarks take what they measure.
@@ -29,7 +30,9 @@ ALLOWED = {
 
 
 def code_of(path):
-    """The Python of a script, or of the code blocks of a page."""
+    """The Python of a script, of a notebook, or of the code blocks of a page."""
+    if path.suffix == ".ipynb":
+        return code_cells(path)
     text = path.read_text()
     return [text] if path.suffix == ".py" else re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
@@ -50,7 +53,7 @@ def taken(path):
 
 PAGES = [
     path
-    for pattern in ("README.md", "model_cards/*.md", "examples/**/*.md", "examples/**/*.py")
+    for pattern in ("README.md", "model_cards/*.md", "examples/**/*.md", "examples/**/*.py", "examples/*.ipynb")
     for path in sorted(ROOT.glob(pattern))
     if "benchmarks" not in path.parts and "hf_xattn" in path.read_text()
 ]

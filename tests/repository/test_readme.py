@@ -18,6 +18,7 @@ import side_by_side
 from packaging.version import Version
 
 from helpers.checkout import ROOT
+from helpers.inputs.notebooks import page_of
 from helpers.inputs.reader_files import after, fill
 from helpers.models.known_checkpoints import QWEN, TEXTS, make_text
 from helpers.models.tiny_models import needs_part
@@ -33,6 +34,7 @@ from hf_xattn.vllm_plugin import plugin
 README = (ROOT / "README.md").read_text()
 GUIDES = {path.parent.name: path.read_text() for path in sorted((ROOT / "examples").glob("*/README.md"))}
 PAGES = {"README.md": README, **{f"examples/{name}/README.md": text for name, text in GUIDES.items()}}
+PAGES["examples/quickstart.ipynb"] = page_of(ROOT / "examples" / "quickstart.ipynb")
 RUN = [name for name, text in PAGES.items() if "```python" in text]
 CLIENT = "OpenAI("  # in the block that asks a running server
 
@@ -111,7 +113,7 @@ def python_of(text: str) -> list[str]:
 
 @needs_part("AutoImageProcessor without torchvision")
 @pytest.mark.parametrize("name", RUN)
-def test_code_blocks(name, trained, tmp_path, monkeypatch):
+def test_the_code_of_a_page_runs(name, trained, tmp_path, monkeypatch):
     """Lines that a reader copies and that do not work, one after another in a folder with `fresh` and `seeing`."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
@@ -181,7 +183,7 @@ def rows_of(mark: str) -> dict[str, str]:
     return dict(cells)
 
 
-def test_tested_versions():
+def test_versions_of_the_readme_are_the_tested_ones():
     """A version that nobody has tested, or one that the metadata does not allow."""
     rows, project = rows_of("versions"), (ROOT / "pyproject.toml").read_text()
     assert list(rows) == list(PACKAGES)
@@ -318,7 +320,7 @@ def test_figures_of_the_engine():
     assert [f"{ours / peer:.2f}" for peer in peers] == ["5.67", "1.87", "1.04"]
 
 
-def test_picture():
+def test_the_picture_of_the_readme_is_small():
     """A picture that is missing or too large for a repository."""
     pictures = re.findall(r"!\[.+?\]\((.+?)\)", README)
     assert pictures == ["examples/photos/questions.jpg"]
@@ -331,7 +333,7 @@ def sections_of(text):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links(name):
+def test_links_lead_to_files_and_sections(name):
     """A link to a file or a section that is not there, or a script that its guide does not name."""
     here = (ROOT / name).parent
     for link in re.findall(r"\]\(([^)]+)\)", PAGES[name]):
@@ -339,5 +341,5 @@ def test_links(name):
         if not file.startswith("http"):
             assert (here / file).exists(), link
             assert not section or section in sections_of((here / file).read_text() if file else PAGES[name]), link
-    if name != "README.md":
+    if name.startswith("examples/") and name.endswith(".md"):
         assert [script.name for script in here.glob("*.py") if script.stem not in PAGES[name]] == []

@@ -45,7 +45,7 @@ def test_the_guide_has_the_commands_of_the_readme():
 
 
 @pytest.mark.parametrize("path", FORMS, ids=[path.stem for path in FORMS])
-def test_issue_forms(path):
+def test_issue_forms_have_the_keys_of_github(path):
     """A form that GitHub does not show, because a key is wrong; or that does not ask for the output of `hf-xattn
     check`.
     """
@@ -150,8 +150,8 @@ def test_no_two_test_files_have_one_name():
     assert sorted(names) == sorted(set(names))
 
 
-def test_metadata():
-    """A package without types for its users, or whose version is written in two places."""
+def test_the_version_has_one_place_and_a_list_of_changes():
+    """A package without types for its users; a version that is written in two places; one that has no changes."""
     assert (Path(hf_xattn.__file__).parent / "py.typed").is_file()
     text = (ROOT / "pyproject.toml").read_text()
     assert '"hf_xattn" = ["py.typed"]' in text and "Typing :: Typed" in text
@@ -161,7 +161,9 @@ def test_metadata():
         for path in ROOT.glob(pattern)
         if path.is_file() and hf_xattn.__version__ in path.read_text()
     ]
-    assert found == ["hf_xattn/version.py"]
+    assert found == ["CHANGELOG.md", "hf_xattn/version.py"]
+    headings = re.findall(r"^## (\d+\.\d+\.\d+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == hf_xattn.__version__
 
 
 def test_extras_name_each_other():

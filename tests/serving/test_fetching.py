@@ -147,7 +147,7 @@ def test_downloads_have_an_end(all_of_them, path, pages):
     assert Pages.ended.wait(60) and Pages.asked.count("a byte") < SLOW, "all was read"
 
 
-def test_private_addresses(public_ones, pages):
+def test_private_addresses_are_not_fetched(public_ones, pages):
     """A server that fetches for its clients what only it can reach, by a number or a name."""
     for host in (
         "127.0.0.1",
@@ -217,6 +217,6 @@ def test_redirects_are_checked(public_ones, pages, monkeypatch):
         ("2002:7f00:1::", False),
     ],
 )  # fmt: skip
-def test_public_addresses(address, public):
+def test_every_form_of_a_private_address_is_known(address, public):
     """A way to write a private address that is not known as one."""
     assert request_pictures.is_public(address) is public

@@ -357,7 +357,7 @@ def test_special_tokens_stop(served):
     assert done["usage"]["completion_tokens"] == 1 and done["choices"][0]["message"]["content"] == ""
 
 
-def test_the_options(chat_folder, monkeypatch, capsys):
+def test_options_of_serve_become_limits_of_answers(chat_folder, monkeypatch, capsys):
     """Options without effect, or bounds that no request meets."""
     from hf_xattn.serving import serving
 

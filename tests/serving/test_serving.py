@@ -51,7 +51,7 @@ def test_pictures_are_read_as_by_the_processor(served):
     assert served.text([asked(TEXT, told.convert("RGB"))]) == expected(told.convert("RGB"))
 
 
-def test_two_turns(served):
+def test_a_second_turn_knows_the_first(served):
     """A second turn that has lost the first, or its image."""
     first = served.text([asked(TEXT, drawing(2))])
     turns = [asked(TEXT, drawing(2)), {"role": "assistant", "content": first}, asked("how many ?", drawing(3))]
@@ -77,7 +77,7 @@ def test_two_clients_at_once(served):
         client.close()
 
 
-def test_what_is_there(served):
+def test_clients_find_the_model_and_nothing_else(served):
     """A model that clients cannot find, or a page that the framework opens by itself."""
     assert [model.id for model in served.client.models.list()] == ["seeing"]
     assert json.loads(served.fetch("/health")) == {"status": "ok"}
@@ -231,7 +231,7 @@ def test_stream_options_that_are_not_known(served):
             served.ask([asked(TEXT)], stream=True, extra_body={"stream_options": options})
 
 
-def test_large_images(served):
+def test_large_images_are_read_or_refused_by_name(served):
     """A photo that stops the server, or that Pillow takes for an attack, which nobody tells."""
     photo = Image.new("1", (8000, 6250))
     photo.paste(1, (0, 0, 4000, 6250))
@@ -303,7 +303,7 @@ def test_a_model_without_an_image_processor(chat_folder, tmp_path):
         blind.stop()
 
 
-def test_command(chat_folder):
+def test_the_command_answers_and_stops_with_ctrl_c(chat_folder):
     """A command that says it is ready and does not answer, or that Ctrl-C does not stop."""
     command = [
         sys.executable,

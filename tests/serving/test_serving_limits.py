@@ -89,7 +89,7 @@ def test_memory_of_what_is_refused(served, length):
     served.check_goes_on()
 
 
-def test_many_small_parts(served):
+def test_many_small_parts_take_little_memory(served):
     """Parts of one byte, which take many times their size if each is kept."""
     url = urlsplit(served.address)
     with socket.create_connection((url.hostname, url.port), timeout=60) as connection:
@@ -153,7 +153,7 @@ def test_the_default_lets_full_pictures_pass():
     assert ServerLimits().room_for_images < 2**27
 
 
-def test_the_option(chat_folder, monkeypatch, capsys):
+def test_the_option_sets_the_limit_of_a_request(chat_folder, monkeypatch, capsys):
     """An option without effect, or a limit that no request meets."""
     from hf_xattn.serving import serving
 

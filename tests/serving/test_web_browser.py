@@ -164,7 +164,7 @@ def test_errors_get_a_message(visit, server, monkeypatch):
     add(page, "broken.png", b"\x89PNG\r\n\x1a\nnot")
     expect(page.locator("#box img")).to_have_count(1)
     ask(page)
-    expect(page.get_by_test_id("toast-text").first).to_contain_text("broken.png cannot be read as a picture")
+    expect(page.get_by_test_id("toast-text").first).to_contain_text("broken.png cannot be read as an image")
     page.reload()
     expect(page.locator("#canvas canvas").first).to_be_visible()
     draw(page, "one")

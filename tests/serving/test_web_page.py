@@ -54,7 +54,7 @@ def visitor(server):
     return WebVisitor(server[0])
 
 
-def test_a_conversation(visitor, server):
+def test_a_conversation_gives_the_answers_of_the_model(visitor, server):
     """A picture that is lost on its way, an answer that is not the model's, a picture that is encoded twice."""
     _, model, processor = server
     misses = model.image_store.misses
@@ -63,7 +63,7 @@ def test_a_conversation(visitor, server):
     messages = [question(TEXT, drawing(1))]
     said = answer(model, processor, messages)
     assert visitor.chat[-2:] == [("user", TEXT), ("assistant", said)]
-    assert visitor.chat[0][1].startswith("![picture 1](data:image/png;base64,")
+    assert visitor.chat[0][1].startswith("![image 1](data:image/png;base64,")
     assert len(steps) > 3 and all(said.startswith(step[-1][1].strip()) for step in steps[1:])
     assert "".join(word for word, _ in visitor.words) == said and len(visitor.words) == len(said.split())
     assert visitor.seen == [] and visitor.value("multimodaltextbox") == {"text": "", "files": []}
@@ -78,7 +78,7 @@ def test_a_conversation(visitor, server):
     assert visitor.words == []  # there is no picture to look at
 
 
-def test_where_it_looked(visitor, server):
+def test_the_page_shows_heat_of_the_chosen_word(visitor, server):
     """Heat of another answer, word or layer than the one that was chosen."""
     model = server[1]
     visitor.add(drawing(0))
@@ -113,7 +113,7 @@ def test_where_it_looked(visitor, server):
         visitor.choose(99)
 
 
-def test_drawings(visitor, server):
+def test_a_drawing_is_asked_about_and_an_empty_canvas_is_not(visitor, server):
     """An empty canvas that is asked about; a drawing that is lost."""
     _, model, processor = server
     blank = Image.new("RGB", (704, 704), "black")
@@ -137,7 +137,7 @@ def test_errors_are_told_and_survived(visitor, server, monkeypatch):
         visitor.ask(" ")
     for content in (b"\x89PNG\r\n\x1a\nnot", b"hello"):
         visitor.files = [visitor.upload(content, "b.png")]
-        with pytest.raises(Refused, match="b.png cannot be read as a picture"):
+        with pytest.raises(Refused, match="b.png cannot be read as an image"):
             visitor.ask(TEXT)
     visitor.files = [visitor.upload(b"hello", "notes.txt")]
     with pytest.raises(Refused, match="Invalid file type"):
@@ -184,7 +184,7 @@ def test_visitors_wait_for_each_other_and_do_not_mix(long_server):
         stranger.choose(0)
 
 
-def test_stop(long_server):
+def test_the_stop_button_stops_an_answer(long_server):
     """A button that stops nothing."""
     address, model, _ = long_server
     visitor = WebVisitor(address)
@@ -274,7 +274,7 @@ def test_what_a_browser_may_send(server, visitor, monkeypatch):
         pass
     for number in range(visitors.MAX_PICTURES + 1):
         visitor.add(drawing(number))
-    with pytest.raises(Refused, match=f"{visitors.MAX_PICTURES} pictures"):
+    with pytest.raises(Refused, match=f"{visitors.MAX_PICTURES} images"):
         visitor.ask(TEXT)
     visitor.files = []
     with monkeypatch.context() as less:
@@ -283,7 +283,7 @@ def test_what_a_browser_may_send(server, visitor, monkeypatch):
             visitor.add(drawing(number))
             if number < 2:
                 visitor.ask(TEXT)
-        with pytest.raises(Refused, match="as many pictures as the page keeps"):
+        with pytest.raises(Refused, match="as many images as the page keeps"):
             visitor.ask(TEXT)
     assert visitor.ask(TEXT)
 
@@ -316,7 +316,7 @@ def test_functions_are_closed(server, visitor):
         assert httpx.get(server[0] + path).status_code >= 400, path
 
 
-def test_the_page(server):
+def test_the_page_loads_nothing_from_elsewhere(server):
     """A page of somebody else in which a visitor clicks without knowing; a page that loads something from elsewhere."""
     for path in ("", "/?view=api", "/theme.css"):
         answered = httpx.get(server[0] + path)
@@ -337,7 +337,7 @@ def test_a_text_only_model(chat_folder, tmp_path):
     assert parts["multimodaltextbox"]["sources"] == [] and parts["gallery"]["visible"] is False
 
 
-def test_addresses_of_hosts():
+def test_the_printed_address_can_be_opened():
     """An address that no browser opens."""
     assert address_of("localhost", 80) == "http://localhost:80" and address_of("::1", 80) == "http://[::1]:80"
 

@@ -62,11 +62,11 @@ def png(picture):
 def test_what_is_not_a_picture(content, tmp_path):
     """A broken file, or one that unpacks to gigabytes, that ends the conversation with an error of the inside."""
     (tmp_path / "a.png").write_bytes(content)
-    with pytest.raises(ValueError, match="^a.png cannot be read as a picture of at most 67 megapixels"):
+    with pytest.raises(ValueError, match="^a.png cannot be read as an image of at most 67 megapixels"):
         read_picture(str(tmp_path / "a.png"))
 
 
-def test_too_much(visitors, tmp_path, monkeypatch):
+def test_a_visitor_cannot_fill_the_memory(visitors, tmp_path, monkeypatch):
     """A visitor who fills the memory of the server."""
     monkeypatch.setattr(module, "MAX_PIXELS", 256 * 128)
     Image.new("RGB", (257, 128)).save(tmp_path / "bomb.png")
@@ -77,7 +77,7 @@ def test_too_much(visitors, tmp_path, monkeypatch):
     Image.new("RGB", (256, 128), "red").save(tmp_path / "wide.png")
     assert read_picture(str(tmp_path / "wide.png")).size == (64, 32)
     monkeypatch.setattr(module, "MAX_PICTURES", 2)
-    with pytest.raises(ValueError, match="2 pictures"):
+    with pytest.raises(ValueError, match="2 images"):
         visitors.enter("a", False, TEXT, [drawing(seed) for seed in range(3)])
 
 
@@ -93,7 +93,7 @@ def test_a_failed_question_leaves_nothing(visitors):
     assert len(visitor.session.messages) == 2 and ask(visitors, "a", begun=True)[0] is visitor
 
 
-def test_stop_and_forget(visitors, model, processor):
+def test_a_new_conversation_forgets_the_old_one(visitors, model, processor):
     """Messages of before in a new conversation; an answer that goes on."""
     visitor, _ = ask(visitors, "a", drawing(0))
     visitor = visitors.enter("a", True, TEXT, [])
@@ -137,12 +137,12 @@ def test_pictures_of_all_visitors_are_bounded(visitors, monkeypatch):
     with pytest.raises(ValueError, match="no longer kept"):
         visitors.find("b")
     assert visitors.find("a").kept == 0, "who has no pictures gives no room"
-    with pytest.raises(ValueError, match="as many pictures as the page keeps"):
+    with pytest.raises(ValueError, match="as many images as the page keeps"):
         ask(visitors, "d", drawing(2), drawing(3), begun=True)
     assert visitors.find("c").kept == each
 
 
-def test_looks(visitors, model, processor):
+def test_heat_is_that_of_the_chosen_word_and_layer(visitors, model, processor):
     """Heat of another word or another layer than the one that was chosen."""
     visitor, _ = ask(visitors, "a", drawing(0), drawing(1))
     given = visitor.session.answers[0]
@@ -195,7 +195,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_canvases(case):
+def test_canvases_have_the_shape_that_the_processor_reads(case):
     """A drawing that the image processor distorts, or whose lines fade when it is scaled down."""
     options, canvas, reads, ink = SIZES[case]
     chosen = drawing_for(SiglipImageProcessorPil(**options))

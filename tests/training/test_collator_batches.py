@@ -50,7 +50,7 @@ def same_training(model, found, expected):
         assert torch.allclose(of_found[name], gradient, atol=1e-9), name
 
 
-def test_shared_images(processor, model):
+def test_rows_that_share_images_keep_their_own(processor, model):
     """Pictures that are taken for one another, or in another order; rows that lose their picture."""
     plain, shared = XAttnDataCollator(processor)(ROWS), XAttnDataCollator(processor, share_images=True)(ROWS)
     assert shared["image_rows"].tolist() == [0, 1, 0, -1, 0, 2, 3]
@@ -69,7 +69,7 @@ def test_nothing_to_share(processor, rows):
 
 
 @pytest.mark.parametrize("multiple", [None, 16])
-def test_padding_free(processor, model, multiple):
+def test_a_padding_free_batch_keeps_samples_apart(processor, model, multiple):
     """A row of samples with the pictures of others, or labels at the seams."""
     plain = XAttnDataCollator(processor)(ROWS)
     flat = XAttnDataCollator(processor, padding_free=True, pad_to_multiple_of=multiple)(ROWS)
@@ -89,7 +89,7 @@ def test_padding_free_text(processor, model):
 
 
 @pytest.mark.parametrize("option", ["share_images", "padding_free"])
-def test_trainer(tmp_path, processor, option):
+def test_trainer_learns_the_same_from_each_kind_of_batch(tmp_path, processor, option):
     """Batches that `Trainer` cuts, moves or counts in another way; other weights after some steps."""
     states = []
     for given in ({}, {option: True}):
@@ -119,7 +119,7 @@ def test_trainer(tmp_path, processor, option):
         assert abs(loss - other_loss) < 1e-4
 
 
-def test_sft_trainer(tmp_path, processor):
+def test_the_sft_trainer_takes_padding_free_batches(tmp_path, processor):
     """TRL's trainer, which counts the tokens of a batch by its mask or its positions."""
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")

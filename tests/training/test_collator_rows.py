@@ -87,7 +87,7 @@ def test_rows_are_not_changed():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_one_image_column():
+def test_a_column_image_is_read():
     """A column `image` that is not read: the model trains blind."""
     collator = XAttnDataCollator(make_processor(CHATML))
     one, many = collator([{**row(ANSWER), "image": picture(3)}]), collator([{**row(ANSWER), "images": [picture(3)]}])
@@ -140,7 +140,7 @@ def test_other_columns_are_ignored():
     assert plain.keys() == more.keys() and all(torch.equal(plain[name], more[name]) for name in plain)
 
 
-def test_known_roles():
+def test_roles_of_published_templates_are_taken():
     """A role of a published template that is refused."""
     for role in ("system", "developer", "tool", "function", "ipython"):
         chat = [*SHORT["messages"], {"role": role, "content": "a"}, *SHORT["messages"]]

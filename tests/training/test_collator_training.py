@@ -23,7 +23,7 @@ ROWS = [
 ]
 
 
-def test_loader_with_workers():
+def test_the_collator_reaches_the_workers_of_a_loader():
     """A collator that does not reach the workers of a `DataLoader`."""
     processor = make_processor(CHATML)
     model = make_chat_model(processor)

@@ -64,7 +64,7 @@ def check_trained(folder):
     assert not torch.equal(*seen)
 
 
-def test_trainer(of_trainer):
+def test_each_trainer_moves_the_blocks_alone(of_trainer):
     """A base that moves, blocks that do not, a model that does not load."""
     losses, folder = of_trainer
     assert len(losses) == 6
@@ -95,7 +95,7 @@ def test_the_others_give_the_same_losses(name, quick, of_trainer):
         assert (weight - reference[weight_name]).abs().mean() < 1e-5, weight_name
 
 
-def test_units(quick):
+def test_a_sharding_unit_is_a_layer_with_its_block(quick):
     """A layer without its block, a block that is a unit of its own, a unit that comes after one which holds it."""
     model, _ = make_model(quick("units"))
     units = sharding_units(model)

@@ -199,7 +199,7 @@ def test_only_texts_and_infinite_logits(model, tmp_path):
     assert tokens == 2 and torch.isfinite(kl) and torch.isfinite(gradient).all() and gradient.abs().sum() > 0
 
 
-def test_cut_texts(model, tmp_path):
+def test_a_cut_text_is_compared_at_the_same_tokens(model, tmp_path):
     """A text that is cut beside a picture, so that its tokens are compared with those of other places."""
     _, processor, _ = parts(model)
     rows = rows_of(tmp_path / "data", TEXTS)
@@ -320,11 +320,11 @@ def test_accumulated_processes_and_features(model, tmp_path, capsys):
         # Adam's first steps turn roundings of tiny gradients into whole steps.
         assert close(weights(tmp_path / name), whole, atol=2e-2), name
     card = (tmp_path / "whole" / "README.md").read_text()
-    assert "for texts beside a picture | 0.5 |" in card
+    assert "for texts beside an image | 0.5 |" in card
 
 
 @pytest.mark.parametrize("stream", [pytest.param([], marks=pytest.mark.slow), ["--stream", "--workers", "2"]])
-def test_resumed(stream, model, tmp_path, capsys, monkeypatch):
+def test_a_resumed_run_has_the_weights_of_a_whole_one(stream, model, tmp_path, capsys, monkeypatch):
     """A run that goes on with other pictures beside its texts, or with another weight."""
     data = write_examples(tmp_path / "data", MIXED)
     options = [model, "--data", data, "--distill-text", "2", "--steps", "6", "--save-steps", "2", *stream, *FAST]
@@ -341,7 +341,7 @@ def test_resumed(stream, model, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_divergence_falls(dtype, model, tmp_path, capsys):
+def test_training_lowers_the_divergence_from_the_text_model(dtype, model, tmp_path, capsys):
     """Training that does not do what it is for.
 
     The weight is large because cross-entropy outweighs the KL of a nearly uniform random model: with 1 it did not fall.
@@ -366,7 +366,7 @@ def test_texts_at_equal_distances(model, tmp_path, capsys, monkeypatch):
     assert status == 0, error
 
 
-def test_refused(model, tmp_path, capsys):
+def test_options_that_cannot_act_are_refused_before_any_work(model, tmp_path, capsys):
     """Work that is done before the error, or an option that has no effect."""
     data = write_examples(tmp_path / "data", MIXED)
     pictures = write_examples(tmp_path / "pictures", CAPTIONS)

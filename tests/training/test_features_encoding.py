@@ -95,7 +95,7 @@ def many_pictures(folder, count):
     return folder
 
 
-def test_each_picture_once(model, data, features, tmp_path, capsys, monkeypatch):
+def test_each_image_is_encoded_once(model, data, features, tmp_path, capsys, monkeypatch):
     """A picture encoded for each of its lines or names; the tower's output after the connector, or of other pixels; a
     second run that encodes all again; a picture that was added and is not encoded.
     """
@@ -111,14 +111,14 @@ def test_each_picture_once(model, data, features, tmp_path, capsys, monkeypatch)
     runs = count_runs(monkeypatch, model)
     folder = tmp_path / "features"
     status, out, error = run(capsys, *encode(model, data, folder, "--batch-size", "3"))
-    assert status == 0 and "4 picture(s) encoded, 0 known" in out and len(runs) == 2, error
+    assert status == 0 and "4 image(s) encoded, 0 known" in out and len(runs) == 2, error
     assert all(torch.allclose(tensor, stored[name], atol=1e-5) for name, tensor in tensors(folder).items())
     status, out, _ = run(capsys, *encode(model, data, folder))
-    assert status == 0 and "0 picture(s) encoded, 4 known, 0 bytes" in out and len(runs) == 2
+    assert status == 0 and "0 image(s) encoded, 4 known, 0 bytes" in out and len(runs) == 2
     more = write_examples(tmp_path / "more", [*CAPTIONS, {"file_name": "new.png", "text": "a."}])
     draw("yellow").save(more / "new.png")
     status, out, _ = run(capsys, *encode(model, more, folder))
-    assert status == 0 and "1 picture(s) encoded, 4 known" in out and len(shards(folder)) == 2
+    assert status == 0 and "1 image(s) encoded, 4 known" in out and len(shards(folder)) == 2
 
 
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -177,7 +177,7 @@ def test_bit_identical_training(model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("worker", [False, True])
-def test_collator(model, data, features, worker):
+def test_the_collator_takes_features_in_place_of_pixels(model, data, features, worker):
     """Features of another picture, or a padding image that counts, in rows with two pictures, one and none."""
     whole, processor = freeze(load(model)), AutoProcessor.from_pretrained(model)
     held = VisionFeatures(features, whole)
@@ -199,7 +199,7 @@ def test_collator(model, data, features, worker):
     assert alone.keys() == {"input_ids", "attention_mask", "labels"}
 
 
-def test_memory_mapped(model, features, data):
+def test_files_of_features_are_memory_mapped(model, features, data):
     """A whole file in memory for each process that reads one picture."""
     held = VisionFeatures(features, load(model))
     collator = XAttnDataCollator(AutoProcessor.from_pretrained(model), features=held)
@@ -279,21 +279,21 @@ def test_pictures_without_features(model, features, tmp_path, capsys):
             collator([{"images": [image], "messages": [{"role": "user", "content": "a"}, CHAT[1]]}])
 
 
-def test_unreadable_pictures(model, tmp_path, capsys):
+def test_unreadable_images_are_named_at_the_end(model, tmp_path, capsys):
     """A run of hours that ends at a broken picture, or ends well without it."""
     lines = [*CAPTIONS, {"file_name": "broken.png", "text": "a"}]
     data = write_examples(tmp_path / "data", lines)
     (data / "broken.png").write_bytes(b"no picture")
     status, out, error = run(capsys, *encode(model, data, tmp_path / "features"))
-    assert status == 2 and "4 picture(s) encoded" in out
-    assert "1 picture(s) cannot be read" in error and "broken.png" in error
+    assert status == 2 and "4 image(s) encoded" in out
+    assert "1 image(s) cannot be read" in error and "broken.png" in error
     assert len(tensors(tmp_path / "features")) == 4
     write_examples(data, [*lines, {"file_name": "gone.png", "text": "a"}, "[]"])
     status, _, error = run(capsys, *encode(model, data, tmp_path / "features"))
-    assert status == 2 and "3 picture(s) cannot be read" in error and "gone.png" in error
+    assert status == 2 and "3 image(s) cannot be read" in error and "gone.png" in error
 
 
-def test_options_of_encode(model, data, tmp_path, capsys):
+def test_options_of_encode_that_cannot_act_are_refused(model, data, tmp_path, capsys):
     """An option without a meaning that is taken without a word."""
     for option, value in (("--batch-size", "0"), ("--workers", "-1"), ("--shard-size", "0")):
         with pytest.raises(SystemExit):
@@ -350,7 +350,7 @@ def test_killed_run_goes_on(model, tmp_path, capsys):
     assert len(VisionFeatures(folder, load(model))) == 4
     before = {path: path.stat().st_mtime_ns for path in folder.glob(SHARDS)}
     status, out, error = run(capsys, *encode(model, data, folder, *small))
-    assert status == 0 and "8 picture(s) encoded, 4 known" in out, error
+    assert status == 0 and "8 image(s) encoded, 4 known" in out, error
     assert not partial.exists() and all(path.stat().st_mtime_ns == time for path, time in before.items())
     assert main(encode(model, data, tmp_path / "whole", *small)) == 0
     assert shards(folder) == shards(tmp_path / "whole")
@@ -365,7 +365,7 @@ def test_killed_run_goes_on(model, tmp_path, capsys):
     assert status == 2 and f"{damaged} is damaged" in error
     damaged.unlink()
     status, out, _ = run(capsys, *encode(model, data, folder, *small))
-    assert status == 0 and "2 picture(s) encoded, 10 known" in out and shards(folder) == shards(tmp_path / "whole")
+    assert status == 0 and "2 image(s) encoded, 10 known" in out and shards(folder) == shards(tmp_path / "whole")
 
 
 LAUNCHERS = {
@@ -384,7 +384,7 @@ def test_processes_share_the_pictures(model, tmp_path, launcher):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     if launcher == "torchrun":
-        encoded = [int(count) for count in re.findall(r"process [01]: (\d+) picture\(s\) encoded", done.stdout)]
+        encoded = [int(count) for count in re.findall(r"process [01]: (\d+) image\(s\) encoded", done.stdout)]
         assert len(encoded) == 2 and sum(encoded) == 9 and min(encoded) > 0
     names = [name for each in shards(folder).values() for name in each]
     assert len(names) == 9 and set(names) == {sha256_of(path) for path in data.glob("*.png")}
@@ -392,7 +392,7 @@ def test_processes_share_the_pictures(model, tmp_path, launcher):
     assert len(VisionFeatures(folder, load(model))) == 9
 
 
-def test_tiles(tmp_path, capsys, monkeypatch):
+def test_features_of_tiles_train_as_their_pixels_do(tmp_path, capsys, monkeypatch):
     """Aspect ratios that are lost, or files with the tower's output for padding tiles."""
     make_mllama().save_pretrained(tmp_path / "theirs")
     make_mllama_processor().save_pretrained(tmp_path / "theirs")
@@ -406,7 +406,7 @@ def test_tiles(tmp_path, capsys, monkeypatch):
     data = write_examples(tmp_path / "data", lines)
     draw("red").resize((60, 25)).save(data / "wide.png")
     status, out, error = run(capsys, *encode(ours, data, tmp_path / "features"))
-    assert status == 0 and "2 picture(s) encoded" in out, error
+    assert status == 0 and "2 image(s) encoded" in out, error
     tiles = {len(tensor) for name, tensor in tensors(tmp_path / "features").items() if "." not in name}
     assert len(tiles) == 2 and max(tiles) <= 4  # the wide picture has more tiles than the other
     whole, processor = freeze(load(ours)), AutoProcessor.from_pretrained(ours)

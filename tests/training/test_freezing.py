@@ -28,7 +28,7 @@ def test_each_part_on_its_own(part):
     assert learning(body) == {name.removeprefix("model.") for name in expected}
 
 
-def test_names():
+def test_names_overrule_parts_when_freezing():
     """A pattern that the parts overrule, an order that does not count, a tied weight that only its
     first name reaches.
     """
@@ -140,7 +140,7 @@ def test_batch_norms_of_a_tower_that_trains_in_part():
     assert moved == {name for name in before if "stages.1." in name}
 
 
-def test_groups():
+def test_each_weight_is_in_one_group_with_its_rate():
     """A gate, norm or bias that decays, a parameter in two groups or in none, another part's learning rate."""
     model = freeze(make_model(), text=False, vision=False)
     rates = {"text": 1e-5, "vision": 2e-5, "connector": 1e-3, "blocks": 2e-3}
@@ -165,7 +165,7 @@ def test_groups():
         parameter_groups(freeze(model, connector=True, blocks=True), 1e-3)
 
 
-def test_table():
+def test_the_table_counts_every_weight_once():
     """Counts that do not add up, a tied weight counted twice, gradients of frozen parts."""
     model = freeze(make_model("llama_tied"), connector=True)
     rows = {line.split()[0]: line.split() for line in training_table(model).splitlines()}
@@ -177,7 +177,7 @@ def test_table():
     assert float(rows["total"][5]) == round(in_blocks * 4 / 2**20, 1)
 
 
-def test_adapters():
+def test_weights_of_an_adapter_are_left_to_peft():
     """A call that silently takes an adapter's weights, or thaws the original beside its trained copy."""
     peft = pytest.importorskip("peft")
     from hf_xattn import added_modules, lora_targets

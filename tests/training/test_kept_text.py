@@ -97,7 +97,7 @@ def test_prompts_of_the_package():
     assert len(set(map(words, prompts))) == len(prompts)
 
 
-def test_by_default(model, desk, tmp_path, capsys, monkeypatch):
+def test_text_prompts_are_trained_by_default(model, desk, tmp_path, capsys, monkeypatch):
     """A run of a user who knows no option, whose model loses its text beside a picture."""
     seen = watch(monkeypatch)
     data = write_examples(tmp_path / "data", CAPTIONS * 6)
@@ -115,8 +115,8 @@ def test_by_default(model, desk, tmp_path, capsys, monkeypatch):
     read = Counter(name for batch in seen for name in batch)
     assert read[str(tmp_path / "out" / KEPT_TEXT_FILE)] == 12  # neither an evaluation nor the comparison reads any
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| text prompts beside a picture | 15 % of rows |" in card and "| examples | 34 of" in card
-    assert "for texts beside a picture | 1 |" in card
+    assert "| text prompts beside an image | 15 % of rows |" in card and "| examples | 34 of" in card
+    assert "for texts beside an image | 1 |" in card
     assert json.loads((tmp_path / "out" / OPTIONS_FILE).read_text())["text_share"] == 0.15
 
 
@@ -152,7 +152,7 @@ def test_answers_are_the_text_models_own(desk, tmp_path, capsys):
     assert found == expected and f"{len(expected)} of 5 text prompts have an answer" in out
 
 
-def test_none(model, desk, tmp_path, capsys, monkeypatch):
+def test_a_text_share_of_zero_trains_no_texts(model, desk, tmp_path, capsys, monkeypatch):
     """A run without texts that is not what it was before there were any."""
     seen = watch(monkeypatch)
     options = [model, "--data", desk / "data", "--steps", "12", *FAST]
@@ -161,14 +161,14 @@ def test_none(model, desk, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out" / KEPT_TEXT_FILE).exists()
     assert {name for batch in seen for name in batch} == {str(desk / "data" / "metadata.jsonl")}
     assert not any("text_kl" in entry for entry in history(tmp_path / "out"))
-    assert "beside a picture" not in (tmp_path / "out" / "README.md").read_text()
+    assert "beside an image" not in (tmp_path / "out" / "README.md").read_text()
     # The teacher would train, so there are none by default.
     assert run_training(capsys, *options, "--train-text", "--output", tmp_path / "own", texts=True)[0] == 0
     assert not (tmp_path / "own" / KEPT_TEXT_FILE).exists()
     assert json.loads((tmp_path / "own" / OPTIONS_FILE).read_text())["text_share"] == 0
 
 
-def test_resumed(model, desk, tmp_path, capsys, monkeypatch):
+def test_a_resumed_run_keeps_the_answers_that_it_began_with(model, desk, tmp_path, capsys, monkeypatch):
     """A run that goes on with other answers than it began with, or without any; one that cannot go on because it was
     killed while the text model answered.
     """
@@ -201,7 +201,7 @@ def test_resumed(model, desk, tmp_path, capsys, monkeypatch):
     assert same(out, whole) and not same(out, model)
 
 
-def test_two_processes(model, desk, tmp_path, capsys):
+def test_two_processes_train_on_the_same_answers(model, desk, tmp_path, capsys):
     """Answers of each process by itself, which may differ; texts that one of them does not read."""
     options = given(model, desk, "--text-share", "0.3", "--steps", "5")[:-6]
     options += "--learning-rate 0.01 --log-steps 1".split()
@@ -282,7 +282,7 @@ def test_prompts_that_do_not_fit(model, desk, tmp_path, capsys):
     assert kept(tmp_path / "none") == []
 
 
-def test_empty_answers(model, desk, tmp_path, capsys, monkeypatch):
+def test_empty_answers_of_the_text_model_are_left_out(model, desk, tmp_path, capsys, monkeypatch):
     """An empty answer that is trained on, or told as an error of the user's; texts that the comparison of pictures
     reads, where no rows are held out.
     """
@@ -309,7 +309,7 @@ def test_a_model_that_does_not_fit(capsys):
     assert moves == ["cuda", "cpu", "cpu"] and "does not fit into the memory of cuda" in capsys.readouterr().out
 
 
-def test_refused(model, desk, tmp_path, capsys):
+def test_options_that_cannot_act_are_refused_before_any_work(model, desk, tmp_path, capsys):
     """Work that is done before the error, or an option that has no effect."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n  \n")

@@ -78,7 +78,7 @@ def test_chance_is_no_use(tmp_path):
 
 
 @torch.no_grad()
-def test_the_losses(tmp_path):
+def test_losses_compare_the_own_image_with_another(tmp_path):
     """Another mean than that of labels, a row without a picture that counts, or a picture of a row with others."""
     processor = make_processor()
     model, collate = make_chat_model(processor).train(), XAttnDataCollator(processor)

@@ -76,7 +76,7 @@ def check_same(folder, whole):
         ("options", 3, 10, None),
     ],
 )
-def test_killed(moment, number, before, skipped, arguments, whole, tmp_path):
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(moment, number, before, skipped, arguments, whole, tmp_path):
     """A run that starts from a checkpoint that was never written to its end, or does not start; other weights than
     without a break.
     """
@@ -257,7 +257,7 @@ def other_index(path):
         (sharded_state, "pytorch_model_fsdp_0/.metadata, which is written last, is missing"),
     ],
 )
-def test_incomplete(spoil, reason, tmp_path, monkeypatch):
+def test_an_incomplete_checkpoint_is_skipped(spoil, reason, tmp_path, monkeypatch):
     """A checkpoint that does not load, taken because its number is the highest; a good one that is passed over."""
     good, last = make_checkpoint(tmp_path, 9), make_checkpoint(tmp_path, 10)
     (tmp_path / "checkpoint-11").touch()

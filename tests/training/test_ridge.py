@@ -6,7 +6,7 @@ import torch
 from helpers.references.ridge_regression import ridge
 
 
-def test_ridge():
+def test_the_regression_solves_the_penalised_equations():
     """A penalty that is missing, or a bias that belongs to other outputs."""
     generator = torch.Generator().manual_seed(0)
     features, targets = torch.randn(40, 6, generator=generator), torch.randn(40, 3, generator=generator)

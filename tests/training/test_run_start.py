@@ -108,7 +108,7 @@ def test_other_rows_or_none(data, tmp_path, capsys):
         ({}, ("--train-text",), [3e-3 * 0.03, 3e-3]),
     ],
 )
-def test_rates(config, options, expected, data, tmp_path, capsys):
+def test_each_start_has_its_learning_rates(config, options, expected, data, tmp_path, capsys):
     """A rate for another start, or a given one that is not used. A gate that starts at zero would learn slowly."""
     model = saved(tmp_path / "model", **config)
     steps = ("--steps", "2", "--save-steps", "1", "--batch-size", "2")
@@ -164,7 +164,7 @@ def test_a_bad_row_ends_the_run(tmp_path, capsys):
     check_same(model.state_dict(), before)
 
 
-def test_resumed_runs(data, tmp_path, capsys, monkeypatch):
+def test_a_resumed_run_keeps_its_start(data, tmp_path, capsys, monkeypatch):
     """A start that writes over the weights of a checkpoint, or other rates than before."""
     model = saved(tmp_path / "model")
     command = [model, "--data", data, "--steps", "6", "--save-steps", "2", "--batch-size", "2"]
@@ -183,7 +183,7 @@ def test_resumed_runs(data, tmp_path, capsys, monkeypatch):
     assert all(torch.equal(early[name], value) for name, value in whole.items())
 
 
-def test_from_features(data, tmp_path, capsys):
+def test_a_start_reads_encoded_features(data, tmp_path, capsys):
     """A start that runs the tower although its features are there, or from other features."""
     model = saved(tmp_path / "model")
     status, _, error = run(capsys, "encode-features", model, "--data", data, "--output", tmp_path / "features")
@@ -208,7 +208,7 @@ def test_bad_rows_of_a_stream(tmp_path, capsys):
     assert status == 0 and "They start by 4 words of 8 images" in out, error
 
 
-def test_many_rows(data, tmp_path, capsys, monkeypatch):
+def test_a_start_reads_a_sample_of_many_rows(data, tmp_path, capsys, monkeypatch):
     """All rows of a large source, or the first ones alone."""
     monkeypatch.setattr(run_data, "ALIGN_ROWS", 4)
     model = saved(tmp_path / "model")
@@ -218,7 +218,7 @@ def test_many_rows(data, tmp_path, capsys, monkeypatch):
     check_same(weights(tmp_path / "out"), aligned(model, rows.split([0, 2, 4, 6])[1]))
 
 
-def test_two_processes(data, tmp_path):
+def test_two_processes_start_alike(data, tmp_path):
     """Processes that start each by itself, or all but the first at random."""
     model = saved(tmp_path / "model")
     words = [*map(str, ["train", model, "--data", data, "--output", tmp_path / "out", *STILL])]

@@ -148,7 +148,7 @@ def test_pictures_are_needed(model, tmp_path, capsys):
     assert run_training(capsys, *options, "--train-text")[0] == 0
 
 
-def test_half_precision(model, tmp_path, capsys):
+def test_a_half_precision_model_trains_in_float32(model, tmp_path, capsys):
     """Updates lost in half precision, or a model saved in another dtype than it had."""
     loaded = AutoModelForImageTextToText.from_pretrained(model).to(torch.bfloat16)
     loaded.save_pretrained(tmp_path / "half")
@@ -378,7 +378,7 @@ def test_rows_of_a_folder(tmp_path):
     assert OPTIONS_FILE.endswith(".json")
 
 
-def test_adapter_only(model, tmp_path, capsys):
+def test_adapter_only_saves_what_was_added(model, tmp_path, capsys):
     """A folder with the weights of the bases; or one that is found to be impossible after the training."""
     data = write_examples(tmp_path / "data", CAPTIONS)
     arguments = (model, "--data", data, "--output", tmp_path / "out", "--steps", "2", *FAST, "--adapter-only")

@@ -86,7 +86,7 @@ def test_captions_are_learned(trained):
         assert processor.decode(tokens) == f"a {colour} circle.<|im_end|>"
 
 
-def test_the_cards_code(trained, capsys):
+def test_the_code_of_the_card_gives_the_learnt_answer(trained, capsys):
     """A card whose lines, copied, get other answers than the model has learnt, because they leave the chat template
     out.
     """
@@ -100,7 +100,7 @@ def test_the_cards_code(trained, capsys):
         assert capsys.readouterr().out == f"a {colour} circle.\n"
 
 
-def test_generate(trained, tmp_path, capsys):
+def test_generate_answers_in_the_form_that_was_trained(trained, tmp_path, capsys):
     """A prompt that goes to the model as it is, in a form that it has never read; encoded pictures that are asked in
     another form.
     """
@@ -126,7 +126,7 @@ def test_generate(trained, tmp_path, capsys):
     assert status == 2 and "`--prompt` contains <image>, which the chat template writes" in error and "`--raw`" in error
 
 
-def test_the_last_line(trained):
+def test_the_last_line_gives_the_loss_of_the_last_steps(trained):
     """A loss of all steps, which is far from where the model is, as the last word on the run."""
     folder, _, printed = trained
     state = json.loads((folder / CHECKPOINTS / "checkpoint-60" / "trainer_state.json").read_text())

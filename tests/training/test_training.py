@@ -13,7 +13,7 @@ from hf_xattn.training.trainer import RunTrainer
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_trainer(tmp_path, gradient_checkpointing):
+def test_trainer_moves_what_was_added_alone(tmp_path, gradient_checkpointing):
     """Columns that the Trainer drops, blocks that do not move, a base that does, a checkpoint that does not load."""
     model = freeze_base(make_model(random=False))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -38,7 +38,7 @@ def test_trainer(tmp_path, gradient_checkpointing):
 
 
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("llama", marks=pytest.mark.slow)])
-def test_trainer_resumes(name, tmp_path):
+def test_a_resumed_trainer_has_the_same_weights(name, tmp_path):
     """A run that goes on from a checkpoint with other weights or another optimizer state than it had, also where the
     experts of the trained text model have other names in a file than in memory.
     """

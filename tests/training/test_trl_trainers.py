@@ -120,7 +120,7 @@ def online(trl, kind, folder, rows, tmp_path, **options):
         ("RLOO", "marked", 2),
     ],
 )
-def test_online(kind, name, count, trl, folders, tmp_path):
+def test_online_trainers_score_each_row_as_it_is_alone(kind, name, count, trl, folders, tmp_path):
     """Padding that is a part of prompts, pictures of another row, or a model without a marker that cannot generate."""
     trainer, off = online(trl, kind, folders[name], make_rows([count] * 2), tmp_path)
     start = AutoModelForImageTextToText.from_pretrained(folders[name])
@@ -152,7 +152,7 @@ def test_other_numbers_of_pictures_are_refused_online(name, counts, beta, trl, f
         ("marked", [2, 0]),
     ],
 )
-def test_dpo(name, counts, trl, folders, tmp_path):
+def test_dpo_scores_each_row_as_it_is_alone(name, counts, trl, folders, tmp_path):
     """Pictures of another row, or padding that counts as one."""
     datasets = pytest.importorskip("datasets")
     answers = {"chosen": CHOSEN, "rejected": REJECTED}
@@ -175,7 +175,7 @@ def test_dpo(name, counts, trl, folders, tmp_path):
 
 
 @pytest.mark.parametrize("name, counts", [("plain", [2, 1]), ("marked", [2, 2]), ("marked", [1, 0])])
-def test_sft(name, counts, trl, folders, tmp_path):
+def test_sft_has_the_loss_of_each_row_alone(name, counts, trl, folders, tmp_path):
     """A loss of other pictures, or of padding."""
     datasets = pytest.importorskip("datasets")
     rows = [row | {"completion": [{"role": "assistant", "content": CHOSEN}]} for row in make_rows(counts)]

@@ -32,7 +32,7 @@ def check(result, rounding=ROUNDING):
 
 
 @pytest.mark.parametrize("mode", ["together", "alone", "staggered"])
-def test_batches(tmp_path, mode):
+def test_rows_of_a_batch_see_their_own_images(tmp_path, mode):
     """Rows that see another row's images, or a state that is lost when requests join and leave."""
     check(run(folder=str(tmp_path), model={"image_visibility": "previous", "block": {"qk_norm": True}}, mode=mode))
 
@@ -42,7 +42,7 @@ def test_pictures_with_one_name(tmp_path):
     check(run(folder=str(tmp_path), model={"image_visibility": "previous"}, mode="alone", one_name=True))
 
 
-def test_text_alone(tmp_path):
+def test_text_without_an_image_is_answered_as_by_the_base(tmp_path):
     """Text without an image that is not what the base answers on the engine."""
     texts = [[text, []] for text in ("what is it ?", "a red circle. user system", "a b c d e")]
     whole, base = str(tmp_path / "whole"), str(tmp_path / "base")
@@ -52,7 +52,7 @@ def test_text_alone(tmp_path):
     assert [row["all"] for row in served["rows"]] == [row["all"] for row in bare["rows"]]
 
 
-def test_half_precision(tmp_path):
+def test_half_precision_gives_the_tokens_up_to_near_ties(tmp_path):
     """Gates and norms that are not float32. Where `generate` nearly takes another token, the engine may take it.
 
     Nearly: the two best are closer than the base alone moves them between transformers and vLLM. `-s` shows the share
@@ -71,13 +71,13 @@ def test_half_precision(tmp_path):
     assert share > 0.1
 
 
-def test_compiled_code(tmp_path):
+def test_compiled_code_hides_images_from_text_alone(tmp_path):
     """What a token sees is frozen into compiled code: text without an image would see one."""
     model = {"image_visibility": "latest", "block": {"quiet_softmax": True}}
     check(run(folder=str(tmp_path), model=model, mode="staggered", engine={"enforce_eager": False}))
 
 
-def test_preempted_requests(tmp_path):
+def test_a_preempted_request_gets_its_own_images_again(tmp_path):
     """A request that starts again, in one step with a new one, gets the images of the other."""
     engine = {"num_gpu_blocks_override": 20, "block_size": 32, "max_model_len": 128, "max_num_batched_tokens": 160}
     model = {"image_visibility": "previous"}
@@ -132,7 +132,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(tmp_path, name):
+def test_each_option_of_blocks_gives_the_tokens_of_generate(tmp_path, name):
     """An option of blocks or connector that the engine leaves out."""
     check(run(folder=str(tmp_path), model=OPTIONS[name]))
 
@@ -140,7 +140,7 @@ def test_options(tmp_path, name):
 @pytest.mark.parametrize(
     "text", [each if each == "gpt2" else pytest.param(each, marks=pytest.mark.slow) for each in TEXTS]
 )
-def test_decoders(tmp_path, text):
+def test_each_served_decoder_gives_the_tokens_of_generate(tmp_path, text):
     """A decoder whose layers get the sum of hidden states in another way."""
     model = {"text": text, "image_visibility": "previous", "cross_attention_layers": [0, 2, 4]}
     capped = text == "gemma2"
@@ -149,7 +149,7 @@ def test_decoders(tmp_path, text):
 
 
 @pytest.mark.parametrize("text", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_adapter_only(tmp_path, text):
+def test_added_weights_load_on_their_bases(tmp_path, text):
     """Weights of the bases under names that the engine does not know: experts are one tensor in transformers."""
     folder = save_adapter(tmp_path, text=text)
     assert not list((tmp_path / "added").glob("model*.safetensors"))
@@ -163,7 +163,7 @@ def test_llama_3_2_vision(tmp_path, kind):
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path):
+def test_two_ranks_give_the_tokens_of_generate(tmp_path):
     """A rank with the keys of another's heads."""
     model = {"image_visibility": "previous", "block": {"qk_norm": True, "quiet_softmax": True}}
     check(run(folder=str(tmp_path), model=model, engine={"tensor_parallel_size": 2}))

@@ -35,13 +35,13 @@ def options(**given):
         ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
 )
-def test_refused(given, named):
+def test_options_that_were_not_compared_are_refused(given, named):
     """An option that changes answers, silently."""
     with pytest.raises(ValueError, match=named):
         XAttnEngineConfig.verify_and_update_config(options(**given))
 
 
-def test_allowed():
+def test_allowed_options_turn_graphs_off_and_bound_a_step():
     """The engine records a graph, or does not know how many images fit into a step."""
     given = options()
     XAttnEngineConfig.verify_and_update_config(given)

@@ -87,7 +87,7 @@ def test_decoders_are_named_once():
 
 
 @pytest.mark.parametrize("rule", ["all", "previous", "latest", "latest_group"])
-def test_last_seen(rule):
+def test_the_engine_keeps_the_images_that_later_text_sees(rule):
     """The engine keeps other images than those that the text after the prompt sees."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):

@@ -146,7 +146,7 @@ def served(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_under_load(served):
+def test_every_request_under_load_gets_its_own_answer(served):
     """A request that is lost, or gets another's answer, and memory that grows with requests."""
     server, model, processor = served
     right = [expected(model, processor, *each) for each in chats()]
