@@ -163,7 +163,7 @@ def register_chat(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run_chat)
 
 
-def run_chat(arguments: argparse.Namespace) -> int:
+def run_chat(arguments: argparse.Namespace) -> None:
     options = answer_options(arguments)
     model, processor, images = load_model_and_images(arguments)
     from transformers import set_seed
@@ -176,17 +176,17 @@ def run_chat(arguments: argparse.Namespace) -> int:
     session = ChatSession(model, processor, system=arguments.system, **options)
     if sys.stdin.isatty():
         print(HELP)
-    return _talk(session, images)
+    _talk(session, images)
 
 
-def _talk(session: ChatSession, images: list[Image]) -> int:
-    """Reads lines and answers them, until the input ends. Returns the exit status: 2 if a line of a script has failed.
+def _talk(session: ChatSession, images: list[Image]) -> None:
+    """Reads lines and answers them, until the input ends.
 
-    If a command such as `/image` fails in a script, the next message is not answered, because it would be answered
-    without its image. At a terminal it is: a person has read the error.
+    At a terminal, the chat goes on after an error. In a script, an error ends it: a later message may need the image or
+    the answer that is missing.
     """
     at_terminal = sys.stdin.isatty()
-    waiting, failed, status = list(images), False, 0
+    waiting = list(images)
     for line in _lines(at_terminal):
         command, _, rest = line.partition(" ")
         try:
@@ -198,21 +198,17 @@ def _talk(session: ChatSession, images: list[Image]) -> int:
                 session.clear()
                 if waiting:
                     print(f"({len(waiting)} image(s) that waited for a message are removed too)")
-                waiting, failed = [], False
+                waiting = []
             elif command == "/image":
                 waiting.append(_read_image(rest, session.processor))
             elif line.startswith("/"):
                 raise ValueError(f"Expected {', '.join(COMMANDS)} or a message, got {command}.")
-            elif failed:
-                raise ValueError(f"Not asked, because a line before it failed: {line}")
             elif _answer(session, line, waiting):
                 waiting = []
         except ValueError as error:
-            print(error, file=sys.stdout if at_terminal else sys.stderr, flush=True)
             if not at_terminal:
-                failed, status = line.startswith("/"), 2
-                waiting = waiting if failed else []  # those of a message that was not answered are not for the next one
-    return status
+                raise
+            print(error, flush=True)
 
 
 def _lines(at_terminal: bool) -> Iterator[str]:

@@ -125,7 +125,6 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
     }
     named = (f"{index}-{'-'.join(map(str, canvas.digits))}" for index, canvas in enumerate(canvases[:8]))
     save_examples(output, dict(zip(named, pictures)))
-    draw_answers(output / "canvases.png", canvases, pictures, readings)
     draw_attention(output / "attention.png", model, processor, canvases, pictures)
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     measured = {name: shown(name, value) for name, value in results.items() if "right" in name or "canvases" in name}
@@ -206,8 +205,7 @@ def _count_projections(model, processor, picture) -> dict[str, Any]:
 
 def _print_results(results: dict[str, Any], output: Path) -> None:
     print_table(results)
-    print(f"\nA few canvases with what the model said: {output / 'canvases.png'}")
-    print(f"Where it looked, word by word: {output / 'attention.png'}")
+    print(f"\nA few canvases, what the model said, and where it looked: {output / 'attention.png'}")
     print(f'In Python: AutoModelForImageTextToText.from_pretrained("{output / "model"}")')
     image = str(example_images(output)[0])
     command = ["hf-xattn", "generate", str(output / "model"), "--image", image, "--prompt", PROMPT]
@@ -295,15 +293,6 @@ def _naming(maps: AttentionMaps, canvas: Canvas) -> list[int]:
     """Returns the positions at which the words of the digits are chosen: `digits : first [seven] second [two]`."""
     last = maps.tokens.shape[1] - 1
     return [min(maps.num_given + 2 * place, last) for place in range(len(canvas.digits))]
-
-
-def draw_answers(path: Path, canvases: list[Canvas], pictures: list, readings: list[list[str]]) -> None:
-    """Draws eight canvases with the words that the model has read on them."""
-    cells = []
-    for canvas, picture, words in zip(canvases[:8], pictures, readings):
-        right = words[1::2] == [WORDS[digit] for digit in canvas.digits]
-        cells.append((_scaled(picture), " ".join(words[1::2]), right))
-    _draw(path, [cells[start : start + 2] for start in range(0, 8, 2)])
 
 
 def draw_attention(path: Path, model, processor, canvases: list[Canvas], pictures: list) -> None:

@@ -143,9 +143,6 @@ def evaluate(
     Returns:
         [`Evaluation`]: the scores of each way to ask, and the answers.
 
-    Raises:
-        ValueError: if there are no questions.
-
     Example:
 
     ```python
@@ -161,8 +158,6 @@ def evaluate(
     >>> share = found.ways["the model"].normalised.value  # of right answers
     ```
     """
-    if not questions:
-        raise ValueError("Expected `questions` to hold one or more, got none.")
     tokenizer = processor.tokenizer
     if max_new_tokens is None:
         longest = max(len(tokenizer(each.answer, add_special_tokens=False)["input_ids"]) for each in questions)
@@ -193,30 +188,28 @@ def evaluate(
     return found
 
 
-def scores_of(answers: Answers, form: Callable[[str], str] = normalised) -> dict[str, Scores]:
+def scores_of(answers: Answers) -> dict[str, Scores]:
     """Returns the scores of each way that has answers, and of always giving the most frequent answer.
 
-    Args:
-        answers (`dict`): the answers for each way to ask. The way "the model" must be there.
-        form (`Callable`): maps answers that count as equal to the same text.
+    Answers of the way "the model" must be there.
     """
     ways = {way: ([each.said for each in said], _expected(said)) for way, said in answers.items() if said}
     expected = _expected(answers[MODEL])
-    often = Counter(map(form, expected)).most_common(1)[0][0]
+    often = Counter(map(normalised, expected)).most_common(1)[0][0]
     # The most frequent answer, as the data writes it most often.
-    frequent = Counter(each for each in expected if form(each) == often).most_common(1)[0][0]
+    frequent = Counter(each for each in expected if normalised(each) == often).most_common(1)[0][0]
     ways[FREQUENT] = ([frequent] * len(expected), expected)
-    return {way: Scores.of(*each, form) for way, each in ways.items()}
+    return {way: Scores.of(*each) for way, each in ways.items()}
 
 
-def by_group(answers: Answers, form: Callable[[str], str] = normalised) -> dict[str, dict[str, Scores]]:
+def by_group(answers: Answers) -> dict[str, dict[str, Scores]]:
     """Returns [`scores_of`] for each group of questions. Questions without a group are left out."""
     groups: dict[str, Answers] = {}
     for way, said in answers.items():
         for each in said:
             if each.question.group is not None:
                 groups.setdefault(each.question.group, {}).setdefault(way, []).append(each)
-    return {group: scores_of(each, form) for group, each in groups.items()}
+    return {group: scores_of(each) for group, each in groups.items()}
 
 
 def ask_beside(

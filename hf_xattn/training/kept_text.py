@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
-from ..data.forms import CAPTION_PROMPT
 from ..data.loading import Rows
 from ..data.pictures import picture_of, picture_parts
 from ..data.sources import Source
@@ -41,7 +40,7 @@ from ..evaluation.questions import Question
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
 from ..utils.whole_folder import replace_file
-from .bad_rows import BadRowError, Place, Problem, RowReader, find_problems, reason_of, resolved
+from .bad_rows import BadRowError, Place, Problem, RowReader, reason_of, resolved
 from .collator import XAttnDataCollator
 from .launch import is_first_process, on_device, say
 
@@ -291,12 +290,11 @@ def _fitting(rows: Sequence[TextRow], collate: DistillingCollator, picture: Any)
     """Returns the rows that can be trained on with an image, and the reason why the first of the others cannot."""
     if picture is None:
         return list(rows), None
-
-    def shown(read: list[TextRow]) -> Any:
-        return collate(read, [picture] * len(read))
-
-    held = Rows([source_of(rows, Path(), 1.0)], CAPTION_PROMPT)
-    problems, _ = find_problems(held, range(len(held)), shown)
-    bad = {problem.row for problem in problems}
-    kept = [row for index, row in enumerate(rows) if index not in bad]
-    return kept, problems[0].reason if problems else None
+    kept, reason = [], None
+    for row in rows:
+        try:
+            collate([row], [picture])
+            kept.append(row)
+        except (TypeError, ValueError) as error:
+            reason = reason or str(error).partition(": ")[2]  # without "Row 0 of the batch"
+    return kept, reason

@@ -205,7 +205,7 @@ def test_weights_quantized_by_hand_are_not_saved(tmp_path):
         model.save_pretrained(tmp_path / "model")
     quantize_(model.blocks[1].mlp, Int8WeightOnlyConfig())
     before = [weight.requires_grad for weight in model.parameters()]
-    with pytest.raises(ValueError, match="block 1 are quantized.*Load the base with `quantization_config`"):
+    with pytest.raises(ValueError, match="part `blocks` are quantized.*Load the base with `quantization_config`"):
         freeze_base(model)
     assert before == [weight.requires_grad for weight in model.parameters()]
 
@@ -215,7 +215,7 @@ def test_freeze_base_explains_itself_on_integer_weights():
     model = make_model()
     projection = model.blocks[0].attn.q_proj
     projection.weight = torch.nn.Parameter(projection.weight.to(torch.int8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"block 0 are quantized \(.*attn.q_proj.weight: torch.int8\)"):
+    with pytest.raises(ValueError, match=r"part `blocks` are quantized \(.*attn.q_proj.weight: torch.int8\)"):
         freeze_base(model)
     model = make_model()
     weight = model.model.vision_tower.get_parameter("encoder.layers.0.mlp.fc1.weight")
@@ -308,4 +308,4 @@ def test_the_train_command_on_a_saved_quantized_model(method, tmp_path, capsys):
     status, _, errors = run_training(
         capsys, folder_in, "--data", data, "--output", tmp_path / "text", "--train-text", *FAST
     )
-    assert status != 0 and "(`--train-text`) are quantized" in errors
+    assert status != 0 and "The weights of the part `text` are quantized" in errors
