@@ -7,11 +7,12 @@ encode` saves the keys and values of images in all blocks, so that later questio
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,50 +71,47 @@ def register_generate(commands: argparse._SubParsersAction) -> None:
 
 def run_generate(arguments: argparse.Namespace) -> None:
     model, processor, images = load_model_and_images(arguments)
-    cache = None
+    cache: dict[str, Any] = {}
     if arguments.image_cache is not None:
+        from PIL import Image
+
         from ..storage.image_files import load_image_cache
 
-        cache = load_image_cache(arguments.image_cache, model)
-    from PIL import Image
-
-    from ..serving.chat_session import ChatSession
-
-    layout = None if cache is None else cache.cross_attention_cache.layout
-    # A processor needs the images to make the text, so a blank image stands for each image that is encoded already.
-    shown = images if layout is None else [Image.new("RGB", (32, 32))] * layout.num_images
-    prompt = _Prompt(processor, arguments.prompt, shown, arguments.raw, with_pixels=cache is None)
+        cache["cache"] = load_image_cache(arguments.image_cache, model)
+        # A processor needs the images to make the text, so a blank image stands for each image that is encoded already.
+        images = [Image.new("RGB", (32, 32))] * cache["cache"].cross_attention_cache.layout.num_images
+    inputs = _inputs(model, processor, arguments.prompt, images, arguments.raw)
+    if cache:
+        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     options = {"max_new_tokens": arguments.max_new_tokens, "num_beams": arguments.num_beams, "do_sample": False}
-    print(ChatSession(model, prompt, cache=cache, **options).ask(arguments.prompt, images))
+    length = inputs["input_ids"].shape[1]
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+    if length + arguments.max_new_tokens > longest:
+        got = f"{length} tokens and `--max-new-tokens {arguments.max_new_tokens}`"
+        raise ValueError(
+            f"Expected a prompt and an answer of at most {longest} tokens, the limit of the model, got {got}."
+        )
+    answer = model.generate(**inputs, **cache, **options)[0, length:]
+    print(getattr(processor, "tokenizer", processor).decode(answer, skip_special_tokens=True))
 
 
-class _Prompt:
-    """Takes the place of a processor in a [`ChatSession`]. It renders one question: in the chat template, or as it is
-    (`raw`).
-    """
+def _inputs(model: Any, processor: Any, text: str, images: list[Image], raw: bool) -> dict[str, torch.Tensor]:
+    """Returns the inputs of one question: in the chat template, or as it is (`raw`, and without a template)."""
+    from ..processing_xattn import XAttnProcessor  # which has a default chat template
+    from ..serving.chat_session import chat_inputs, question
 
-    def __init__(self, processor: Any, text: str, images: list[Image], raw: bool, with_pixels: bool):
-        self.processor, self.text, self.images, self.with_pixels = processor, text, images, with_pixels
-        self.tokenizer = getattr(processor, "tokenizer", processor)
-        from ..processing_xattn import XAttnProcessor  # which has a default chat template
-
-        named = getattr(processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
-        self.raw = raw or not (named or isinstance(processor, XAttnProcessor))
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> Mapping[str, torch.Tensor]:
-        from ..serving.chat_session import question
-
-        if self.raw:
-            seen = {"images": self.images or None} if hasattr(self.processor, "image_processor") else {}
-            made = self.processor(text=self.text, return_tensors="pt", **seen)
-        else:
-            marker = getattr(self.processor, "image_token", None)
-            if marker and marker in self.text:
-                told = "which the chat template writes. Leave it out, or add `--raw`."
-                raise ValueError(f"`--prompt` contains {marker}, {told}")
-            shown = self.images if hasattr(self.processor, "tokenizer") else None
-            made = self.processor.apply_chat_template([question(self.text, shown)], **options)
-        return made if self.with_pixels else {name: made[name] for name in ("input_ids", "attention_mask")}
+    tokenizer = getattr(processor, "tokenizer", processor)
+    named = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    if raw or not (named or isinstance(processor, XAttnProcessor)):
+        seen = {"images": images or None} if hasattr(processor, "image_processor") else {}
+        made = processor(text=text, return_tensors="pt", **seen)
+        return {name: value.to(model.device) for name, value in made.items() if name != "token_type_ids"}
+    marker = getattr(processor, "image_token", None)
+    if marker and marker in text:
+        told = "which the chat template writes. Leave it out, or add `--raw`."
+        raise ValueError(f"`--prompt` contains {marker}, {told}")
+    shown = images if hasattr(processor, "tokenizer") else None
+    return chat_inputs(model, processor, [question(text, shown)])[0]
 
 
 def register_encode(commands: argparse._SubParsersAction) -> None:

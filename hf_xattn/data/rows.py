@@ -21,7 +21,6 @@ from ..processing.chat_messages import (
     TEXTS,
     VIDEOS,
     WITHOUT_CONTENT,
-    is_near_images,
     looks_like_images,
     parts_of,
     plain_message,
@@ -263,10 +262,8 @@ def _messages(
     if "input_ids" in row:
         hint = (
             " The rows are already tokenized. For SFTTrainer set `dataset_kwargs={'skip_prepare_dataset': True}` and "
-            "`remove_unused_columns=False` in SFTConfig. If they have images, their column must be named `images`"
+            "`remove_unused_columns=False` in SFTConfig. If they have images, their column must be named `images`."
         )
-        similar = next((name for name in row if name not in COLUMNS and is_near_images(name)), None)
-        hint += f", not `{similar}`." if similar else "."
     elif set(row) <= {"images", "image"}:
         hint = " Set `remove_unused_columns=False` in the arguments of `Trainer`."
     raise ValueError(

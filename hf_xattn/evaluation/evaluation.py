@@ -10,7 +10,6 @@ of the base's answers that is left is measured.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -259,6 +258,7 @@ class Asker:
     def __call__(self, title: str, questions: Sequence[Question], base: bool = False) -> list[str]:
         return self.processor.batch_decode(self.tokens(title, questions, base), skip_special_tokens=True)
 
+    @torch.no_grad()
     def tokens(self, title: str, questions: Sequence[Question], base: bool = False) -> list[list[int]]:
         """Returns the tokens of the answers, including the token that ends an answer, without padding.
 
@@ -272,34 +272,26 @@ class Asker:
         Raises:
             ValueError: for `base` if the text model has layers of an adapter (PEFT).
         """
-        generate, training = self.model.generate, self.model.training
+        generate, training, config = self.model.generate, self.model.training, self.model.generation_config
         if base:
             text_model = self.model.base_model.text_model
             refuse_adapter_layers(text_model, "An evaluation cannot ask the base of", "Merge the adapter first.")
             generate = text_model.generate
+        greedy = {"max_new_tokens": self.max_new_tokens, "do_sample": False, "num_beams": 1}
+        ends = set(config.eos_token_id) if isinstance(config.eos_token_id, list) else {config.eos_token_id}
+        found: list[list[int]] = []
         self.model.eval()
         try:
-            return self._tokens(title, questions, generate)
+            for start in tqdm(range(0, len(questions), self.batch_size), title, leave=False):
+                chats = [each.messages for each in questions[start : start + self.batch_size]]
+                inputs = inputs_of(self.processor, chats).to(self.model.device)
+                rows = generate(**inputs, generation_config=config, **greedy)
+                for row in rows[:, inputs["input_ids"].shape[1] :].tolist():
+                    end = next((place for place, token in enumerate(row) if token in ends), None)
+                    self.cut[title] += end is None and len(row) == self.max_new_tokens
+                    found.append(row if end is None else row[: end + 1])
         finally:
             self.model.train(training)
-
-    @torch.no_grad()
-    def _tokens(
-        self, title: str, questions: Sequence[Question], generate: Callable[..., torch.Tensor]
-    ) -> list[list[int]]:
-        greedy = copy.deepcopy(self.model.generation_config)
-        greedy.update(max_new_tokens=self.max_new_tokens, do_sample=False, num_beams=1)
-        last = greedy.eos_token_id
-        ends = {last} if isinstance(last, int) else set(last or ())
-        found: list[list[int]] = []
-        for start in tqdm(range(0, len(questions), self.batch_size), title, leave=False):
-            chats = [each.messages for each in questions[start : start + self.batch_size]]
-            inputs = inputs_of(self.processor, chats).to(self.model.device)
-            rows = generate(**inputs, generation_config=greedy)
-            for row in rows[:, inputs["input_ids"].shape[1] :].tolist():
-                end = next((place for place, token in enumerate(row) if token in ends), None)
-                self.cut[title] += end is None and len(row) == self.max_new_tokens
-                found.append(row if end is None else row[: end + 1])
         return found
 
 

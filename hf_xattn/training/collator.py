@@ -17,7 +17,7 @@ from ..data.rows import Conversation, is_trained, keys_of_template, read_row, te
 from ..decoders.loss import IGNORED
 from ..images.image_inputs import NO_IMAGE
 from ..processing_xattn import XAttnProcessor
-from .answer_spans import AnswerSpan, check_processor, find_answers, squeezed
+from .answer_spans import AnswerSpan, check_processor, find_answers, special_tokens, squeezed
 from .vision_features import VisionFeatures
 
 
@@ -194,7 +194,7 @@ class XAttnDataCollator:
     def _labelled(self, conversation: Conversation, ids: torch.Tensor, offsets: torch.Tensor) -> _Tokens:
         processor = self.processor
         if self.train_on == "answers":
-            messages, answers, special = conversation.messages, conversation.answers, self._special_tokens()
+            messages, answers, special = conversation.messages, conversation.answers, special_tokens(processor)
             text, spans = find_answers(self._render, messages, answers, special, processor.image_token)
             labels = self._labels_of(text, spans, ids, offsets)
         elif all(map(is_trained, conversation.messages)):
@@ -211,11 +211,6 @@ class XAttnDataCollator:
 
     def _render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
         return self.processor.apply_chat_template(messages, tokenize=False, **kwargs)
-
-    def _special_tokens(self) -> list[str]:
-        tokenizer = self.processor.tokenizer
-        tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-        return sorted(tokens - {self.processor.image_token})
 
     def _labels_of(self, text: str, spans: list[AnswerSpan], ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The tokens in the spans, and -100 for all others `(text_len,)`. Checks that they decode to the text."""

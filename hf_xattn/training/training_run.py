@@ -247,7 +247,7 @@ class _Run:
         """Returns what the model card says about the run in addition to what `Trainer` knows."""
         options, data, use, rates = self.options, self.data, self.use.last, self.rates
         facts = {"examples": f"{len(data.rows):,} of {data.named()}", "prompt for captions": data.rows.prompt}
-        if data.texts:
+        if data.mixed is not data.rows:
             facts["text prompts beside a picture"] = f"{100 * options.share_of_text:g} % of rows"
         if options.weight_of_text is not None:
             facts["weight of KL to the text model, for texts beside a picture"] = f"{options.weight_of_text:g}"
