@@ -281,8 +281,9 @@ def _checked(name: str, messages: Any, known: Collection[str]) -> list[dict[str,
 
 
 def _checked_message(where: str, message: Any, known: Collection[str]) -> dict[str, Any]:
-    if isinstance(message, Mapping) and isinstance(message.get("content"), Sequence):
-        message = {**message, "content": _as_parts(message["content"])}
+    if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple)):
+        parts = [{"type": "text", "text": each} if isinstance(each, str) else each for each in message["content"]]
+        message = {**message, "content": parts}
     message = plain_message(message, where)
     role = message["role"]
     if role not in ROLES:
@@ -300,13 +301,6 @@ def _checked_message(where: str, message: Any, known: Collection[str]) -> dict[s
         if isinstance(part.get("image"), Mapping):
             part["image"] = _decoded(part["image"])
     return message
-
-
-def _as_parts(content: Any) -> Any:
-    """Returns the content of a message with each plain text in it as a part."""
-    if isinstance(content, str):
-        return content
-    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
 
 
 def _images(given: Mapping[str, Any]) -> list[Any]:

@@ -302,16 +302,13 @@ def draw_attention(path: Path, model, processor, canvases: list[Canvas], picture
     rows: list[list[Cell]] = []
     for row, index in enumerate(chosen):
         grid, cells = maps.grid(row=row, layer="mean", head="mean"), []
+        picture = pictures[index].resize(SCALED, Image.Resampling.NEAREST)
         for digit, position in zip(canvases[index].digits, _naming(maps, canvases[index])):
             heat = grid[position] / grid[position].max().clamp(min=1e-6)
             word = processor.decode(maps.tokens[row, min(position + 1, maps.tokens.shape[1] - 1)])
-            cells.append((lit(_scaled(pictures[index]), heat), word, word == WORDS[digit]))
+            cells.append((lit(picture, heat), word, word == WORDS[digit]))
         rows.append(cells)
     _draw(path, rows)
-
-
-def _scaled(picture: Image.Image) -> Image.Image:
-    return picture.resize(SCALED, Image.Resampling.NEAREST)
 
 
 def _draw(path: Path, rows: list[list[Cell]]) -> None:

@@ -290,13 +290,14 @@ class _AfterEachStep(TrainerCallback):
     """
 
     def __init__(self, data: RunData):
-        self.data, self.rows_of_a_step, self.epoch_rows = data, data.rows_of_a_step, data.epoch_rows
+        self.rows_of_a_step, self.epoch_rows, self.total = data.rows_of_a_step, data.epoch_rows, data.total
+        self.bad_rows = data.bad_rows() if data.options.bad_rows == SKIP else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.epoch = state.global_step * self.rows_of_a_step / self.epoch_rows
         control.should_log |= state.global_step >= state.max_steps
-        if self.data.options.bad_rows == SKIP:
-            self.data.bad_rows().check(self.data.total)
+        if self.bad_rows is not None:
+            self.bad_rows.check(self.total)
 
 
 def _processor(name: str, **hub: Any) -> XAttnProcessor:
