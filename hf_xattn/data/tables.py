@@ -300,7 +300,7 @@ def _object(text: str) -> Mapping[str, Any]:
 def is_array(path: str) -> bool:
     """Whether a file begins like an array of objects, which may be empty or have a comma too many."""
     with open(path, "rb") as file:
-        return re.match(rb"\s*\[[\s,]*[{\]]", file.read(HEAD).removeprefix(BOM)) is not None
+        return re.match(rb"\s*\[[\s,]*(?:[{\]]|\Z)", file.read(HEAD).removeprefix(BOM)) is not None
 
 
 def _objects(path: str) -> Iterator[str]:
