@@ -7,11 +7,12 @@ encode` saves the keys and values of images in all blocks, so that later questio
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,50 +71,47 @@ def register_generate(commands: argparse._SubParsersAction) -> None:
 
 def run_generate(arguments: argparse.Namespace) -> None:
     model, processor, images = load_model_and_images(arguments)
-    cache = None
+    cache: dict[str, Any] = {}
     if arguments.image_cache is not None:
+        from PIL import Image
+
         from ..storage.image_files import load_image_cache
 
-        cache = load_image_cache(arguments.image_cache, model)
-    from PIL import Image
-
-    from ..serving.chat_session import ChatSession
-
-    layout = None if cache is None else cache.cross_attention_cache.layout
-    # A processor needs the images to make the text, so a blank image stands for each image that is encoded already.
-    shown = images if layout is None else [Image.new("RGB", (32, 32))] * layout.num_images
-    prompt = _Prompt(processor, arguments.prompt, shown, arguments.raw, with_pixels=cache is None)
+        cache["cache"] = load_image_cache(arguments.image_cache, model)
+        # A processor needs the images to make the text, so a blank image stands for each image that is encoded already.
+        images = [Image.new("RGB", (32, 32))] * cache["cache"].cross_attention_cache.layout.num_images
+    inputs = _inputs(model, processor, arguments.prompt, images, arguments.raw)
+    if cache:
+        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     options = {"max_new_tokens": arguments.max_new_tokens, "num_beams": arguments.num_beams, "do_sample": False}
-    print(ChatSession(model, prompt, cache=cache, **options).ask(arguments.prompt, images))
+    length = inputs["input_ids"].shape[1]
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+    if length + arguments.max_new_tokens > longest:
+        got = f"{length} tokens and `--max-new-tokens {arguments.max_new_tokens}`"
+        raise ValueError(
+            f"Expected a prompt and an answer of at most {longest} tokens, the limit of the model, got {got}."
+        )
+    answer = model.generate(**inputs, **cache, **options)[0, length:]
+    print(getattr(processor, "tokenizer", processor).decode(answer, skip_special_tokens=True))
 
 
-class _Prompt:
-    """Takes the place of a processor in a [`ChatSession`]. It renders one question: in the chat template, or as it is
-    (`raw`).
-    """
+def _inputs(model: Any, processor: Any, text: str, images: list[Image], raw: bool) -> dict[str, torch.Tensor]:
+    """Returns the inputs of one question: in the chat template, or as it is (`raw`, and without a template)."""
+    from ..processing_xattn import XAttnProcessor  # which has a default chat template
+    from ..serving.chat_session import chat_inputs, question
 
-    def __init__(self, processor: Any, text: str, images: list[Image], raw: bool, with_pixels: bool):
-        self.processor, self.text, self.images, self.with_pixels = processor, text, images, with_pixels
-        self.tokenizer = getattr(processor, "tokenizer", processor)
-        from ..processing_xattn import XAttnProcessor  # which has a default chat template
-
-        named = getattr(processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
-        self.raw = raw or not (named or isinstance(processor, XAttnProcessor))
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> Mapping[str, torch.Tensor]:
-        from ..serving.chat_session import question
-
-        if self.raw:
-            seen = {"images": self.images or None} if hasattr(self.processor, "image_processor") else {}
-            made = self.processor(text=self.text, return_tensors="pt", **seen)
-        else:
-            marker = getattr(self.processor, "image_token", None)
-            if marker and marker in self.text:
-                told = "which the chat template writes. Leave it out, or add `--raw`."
-                raise ValueError(f"`--prompt` contains {marker}, {told}")
-            shown = self.images if hasattr(self.processor, "tokenizer") else None
-            made = self.processor.apply_chat_template([question(self.text, shown)], **options)
-        return made if self.with_pixels else {name: made[name] for name in ("input_ids", "attention_mask")}
+    tokenizer = getattr(processor, "tokenizer", processor)
+    named = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    if raw or not (named or isinstance(processor, XAttnProcessor)):
+        seen = {"images": images or None} if hasattr(processor, "image_processor") else {}
+        made = processor(text=text, return_tensors="pt", **seen)
+        return {name: value.to(model.device) for name, value in made.items() if name != "token_type_ids"}
+    marker = getattr(processor, "image_token", None)
+    if marker and marker in text:
+        told = "which the chat template writes. Leave it out, or add `--raw`."
+        raise ValueError(f"`--prompt` contains {marker}, {told}")
+    shown = images if hasattr(processor, "tokenizer") else None
+    return chat_inputs(model, processor, [question(text, shown)])[0]
 
 
 def register_encode(commands: argparse._SubParsersAction) -> None:
@@ -163,7 +161,7 @@ def register_chat(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run_chat)
 
 
-def run_chat(arguments: argparse.Namespace) -> int:
+def run_chat(arguments: argparse.Namespace) -> None:
     options = answer_options(arguments)
     model, processor, images = load_model_and_images(arguments)
     from transformers import set_seed
@@ -176,17 +174,17 @@ def run_chat(arguments: argparse.Namespace) -> int:
     session = ChatSession(model, processor, system=arguments.system, **options)
     if sys.stdin.isatty():
         print(HELP)
-    return _talk(session, images)
+    _talk(session, images)
 
 
-def _talk(session: ChatSession, images: list[Image]) -> int:
-    """Reads lines and answers them, until the input ends. Returns the exit status: 2 if a line of a script has failed.
+def _talk(session: ChatSession, images: list[Image]) -> None:
+    """Reads lines and answers them, until the input ends.
 
-    If a command such as `/image` fails in a script, the next message is not answered, because it would be answered
-    without its image. At a terminal it is: a person has read the error.
+    At a terminal, the chat goes on after an error. In a script, an error ends it: a later message may need the image or
+    the answer that is missing.
     """
     at_terminal = sys.stdin.isatty()
-    waiting, failed, status = list(images), False, 0
+    waiting = list(images)
     for line in _lines(at_terminal):
         command, _, rest = line.partition(" ")
         try:
@@ -198,21 +196,17 @@ def _talk(session: ChatSession, images: list[Image]) -> int:
                 session.clear()
                 if waiting:
                     print(f"({len(waiting)} image(s) that waited for a message are removed too)")
-                waiting, failed = [], False
+                waiting = []
             elif command == "/image":
                 waiting.append(_read_image(rest, session.processor))
             elif line.startswith("/"):
                 raise ValueError(f"Expected {', '.join(COMMANDS)} or a message, got {command}.")
-            elif failed:
-                raise ValueError(f"Not asked, because a line before it failed: {line}")
             elif _answer(session, line, waiting):
                 waiting = []
         except ValueError as error:
-            print(error, file=sys.stdout if at_terminal else sys.stderr, flush=True)
             if not at_terminal:
-                failed, status = line.startswith("/"), 2
-                waiting = waiting if failed else []  # those of a message that was not answered are not for the next one
-    return status
+                raise
+            print(error, flush=True)
 
 
 def _lines(at_terminal: bool) -> Iterator[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import socket
-import sys
 from pathlib import Path
 
 from .shared import add_answers, add_loading, add_model, add_number, answer_options, load_model_and_images
@@ -139,39 +138,33 @@ def run_web(arguments: argparse.Namespace) -> None:
         from ..serving.web import build_page
     except ImportError as error:
         raise ImportError("The page needs Gradio: run `pip install 'gradio>=6.10,<7'`.") from error
-    # Gradio binds the port itself, but only after the model is loaded. Until then this socket holds the port, so that
-    # an error comes before loading. On Linux the socket stays open while Gradio binds the port a second time, which
-    # Linux allows as long as nobody listens on it. So no other program that asks for a free port gets it in between.
-    with bind(arguments.host, arguments.port) as listener:
-        print(f"Loading {arguments.model}", flush=True)
-        model, processor, _ = load_model_and_images(arguments)
-        if arguments.seed is not None:
-            set_seed(arguments.seed)
-        if arguments.image_store:
-            model.enable_image_store(arguments.image_store * 2**20)
-        page = build_page(
-            model,
-            processor,
-            title=arguments.name or Path(arguments.model).name,
-            questions=arguments.question,
-            system=arguments.system,
-            canvas=arguments.canvas,
-            ink=arguments.ink,
-            paper=arguments.paper,
-            generate_kwargs=options,
-        )
+    with bind(arguments.host, arguments.port) as listener:  # an error comes before the model is loaded
         port = listener.getsockname()[1]
-        if sys.platform != "linux":
-            listener.close()
-        try:
-            page.launch(server_name=arguments.host, server_port=port, quiet=True, prevent_thread_lock=True)
-            listener.close()
-            print(f"Ready: {address_of(arguments.host, port)} shows {arguments.model}. Stop with Ctrl-C.", flush=True)
-            page.block_thread()
-        except KeyboardInterrupt:  # outside of `block_thread`, Gradio does not catch it
-            pass
-        finally:
-            page.close(verbose=False)
+    print(f"Loading {arguments.model}", flush=True)
+    model, processor, _ = load_model_and_images(arguments)
+    if arguments.seed is not None:
+        set_seed(arguments.seed)
+    if arguments.image_store:
+        model.enable_image_store(arguments.image_store * 2**20)
+    page = build_page(
+        model,
+        processor,
+        title=arguments.name or Path(arguments.model).name,
+        questions=arguments.question,
+        system=arguments.system,
+        canvas=arguments.canvas,
+        ink=arguments.ink,
+        paper=arguments.paper,
+        generate_kwargs=options,
+    )
+    try:
+        page.launch(server_name=arguments.host, server_port=port, quiet=True, prevent_thread_lock=True)
+        print(f"Ready: {address_of(arguments.host, port)} shows {arguments.model}. Stop with Ctrl-C.", flush=True)
+        page.block_thread()
+    except KeyboardInterrupt:  # outside of `block_thread`, Gradio does not catch it
+        pass
+    finally:
+        page.close(verbose=False)
 
 
 def _add_listening(parser: argparse.ArgumentParser, port: int) -> None:

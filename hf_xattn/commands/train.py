@@ -131,7 +131,7 @@ def register_encode_features(commands: argparse._SubParsersAction) -> None:
         "`hf-xattn train --features` reads the folder and does not run the tower.",
         usage="%(prog)s MODEL --data SOURCE --output DIR [options]",
         epilog="If the command was stopped, run it again: it continues where it was. In several processes (accelerate "
-        "launch, torchrun) the images are divided among them.",
+        "launch, torchrun) the rows are divided among them.",
     )
     add_model(parser)
     data = "source of images, in a form of `hf-xattn train --data`; repeat the option for several"

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.request import url2pathname
 
-from ..processing.chat_messages import IMAGES, parts_of
+from ..processing.chat_messages import IMAGES
 from ..utils.keywords import suggestion
 from .pictures import content_of
-from .rows import FORMS, IMAGE_SOURCES, PICTURES, SYSTEM, read_row
+from .rows import FORMS, IMAGE_SOURCES, PICTURES, SYSTEM, image_parts, read_row
 from .tar_shards import OWN_PICTURES, endings
 
 
@@ -62,7 +62,7 @@ def row_of(example: Mapping[str, Any], folder: Path, prompt: str) -> dict[str, A
     if form[0] in ("text", "caption") and not pictures:
         raise ValueError("a caption needs the field 'file_name' or 'image'")
     messages = [_with_files(message, folder) for message in read.messages]
-    if not any(part["type"] in IMAGES for message in messages for part in parts_of(message)):
+    if not image_parts(messages):
         _check_no_pictures(others)
     if "prompt" in made:
         first = len(messages) - len(made["completion"])

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .forms import CAPTION_PROMPT, is_caption, row_of
-from .sources import DataFile, Source, open_source
+from .sources import Source, open_source
+from .tables import Lines, Table
 
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class Rows(Sequence[dict[str, Any]]):
 
         return Dataset.from_dict({"index": np.arange(len(self))}).with_transform(read)
 
-    def _place(self, index: int) -> tuple[Source, int, DataFile, int]:
+    def _place(self, index: int) -> tuple[Source, int, Table | Lines, int]:
         """Returns the source of a row, the number of the file in the source, the file, and the row's place in it."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"Expected an index below {len(self)}, got {index}.")

@@ -19,8 +19,8 @@ from urllib.request import url2pathname
 
 from PIL import Image
 
-from ..processing.chat_messages import IMAGES, parts_of
 from ..utils.checkpoint_files import sha256_of
+from .rows import image_parts
 
 
 LONGEST_NAME = 300  # characters of a name that are shown
@@ -30,7 +30,7 @@ KNOWN = 2**16  # files whose digests are kept
 def picture_parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the parts of a row's messages that are images."""
     messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
-    return [part for message in messages for part in parts_of(message) if part.get("type") in IMAGES]
+    return image_parts(messages)
 
 
 def picture_of(part: Mapping[str, Any]) -> Path | bytes:

@@ -21,7 +21,6 @@ from ..processing.chat_messages import (
     TEXTS,
     VIDEOS,
     WITHOUT_CONTENT,
-    is_near_images,
     looks_like_images,
     parts_of,
     plain_message,
@@ -263,10 +262,8 @@ def _messages(
     if "input_ids" in row:
         hint = (
             " The rows are already tokenized. For SFTTrainer set `dataset_kwargs={'skip_prepare_dataset': True}` and "
-            "`remove_unused_columns=False` in SFTConfig. If they have images, their column must be named `images`"
+            "`remove_unused_columns=False` in SFTConfig. If they have images, their column must be named `images`."
         )
-        similar = next((name for name in row if name not in COLUMNS and is_near_images(name)), None)
-        hint += f", not `{similar}`." if similar else "."
     elif set(row) <= {"images", "image"}:
         hint = " Set `remove_unused_columns=False` in the arguments of `Trainer`."
     raise ValueError(
@@ -284,8 +281,9 @@ def _checked(name: str, messages: Any, known: Collection[str]) -> list[dict[str,
 
 
 def _checked_message(where: str, message: Any, known: Collection[str]) -> dict[str, Any]:
-    if isinstance(message, Mapping) and isinstance(message.get("content"), Sequence):
-        message = {**message, "content": _as_parts(message["content"])}
+    if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple)):
+        parts = [{"type": "text", "text": each} if isinstance(each, str) else each for each in message["content"]]
+        message = {**message, "content": parts}
     message = plain_message(message, where)
     role = message["role"]
     if role not in ROLES:
@@ -303,13 +301,6 @@ def _checked_message(where: str, message: Any, known: Collection[str]) -> dict[s
         if isinstance(part.get("image"), Mapping):
             part["image"] = _decoded(part["image"])
     return message
-
-
-def _as_parts(content: Any) -> Any:
-    """Returns the content of a message with each plain text in it as a part."""
-    if isinstance(content, str):
-        return content
-    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
 
 
 def _images(given: Mapping[str, Any]) -> list[Any]:
@@ -334,19 +325,23 @@ def _decoded(image: Any) -> Any:
     raise ValueError(f"Expected an image that is a dict to hold `bytes` or a `path`, got the keys {sorted(image)}.")
 
 
+def image_parts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the parts of checked messages that are images."""
+    return [part for message in messages for part in parts_of(message) if part["type"] in IMAGES]
+
+
 def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
     """Returns messages with the images of a column in their parts, or in the first user message, as TRL does."""
-    messages = _with_markers(messages) if images else messages
-    parts = [part for message in messages for part in parts_of(message)]
-    if images and not any(part.get("type") in IMAGES for part in parts):
-        return in_front(messages, [{"type": "image", "image": image} for image in images])
-    bare = sum(_is_bare(part) for part in parts)
-    if bare != len(images):
+    if images and not image_parts(messages):
+        messages = [each if each["role"] == ASSISTANT else _with_marked_parts(each) for each in messages]
+        if not image_parts(messages):
+            return in_front(messages, [{"type": "image", "image": image} for image in images])
+    bare = [part for part in image_parts(messages) if _is_bare(part)]
+    if len(bare) != len(images):
         got = f"{len(images)} image(s)" if images else "no `images` column"
-        raise ValueError(f"Expected an image for each of {bare} image part(s) without an image, got {got}.")
-    in_order = [part for part in parts if _is_bare(part)]
-    if any(part.get("index", place) != place for place, part in enumerate(in_order)):
-        given = [part.get("index") for part in in_order]
+        raise ValueError(f"Expected an image for each of {len(bare)} image part(s) without an image, got {got}.")
+    if any(part.get("index", place) != place for place, part in enumerate(bare)):
+        given = [part.get("index") for part in bare]
         raise ValueError(
             f"Expected image parts in the order of the column of images, got those with the `index` {given}."
         )
@@ -360,14 +355,8 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict
     return filled
 
 
-def _with_markers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replaces `<image>` in texts by image parts, except in answers. Does nothing if there are image parts."""
-    if any(part.get("type") in IMAGES for message in messages for part in parts_of(message)):
-        return messages
-    return [message if message["role"] == ASSISTANT else _with_marked_parts(message) for message in messages]
-
-
 def _with_marked_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Replaces `<image>` in the texts of a message by image parts."""
     if MARKER not in text_of(message):
         return message
     parts: list[dict[str, Any]] = []

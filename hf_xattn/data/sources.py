@@ -6,17 +6,15 @@ name tells it.
 
 from __future__ import annotations
 
-import codecs
 import glob
 import math
 import os
 import re
-from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from .tables import json_files, library, parquet_files, saved_table
+from .tables import Lines, Table, is_array, json_files, library, parquet_files, saved_table
 from .tar_shards import tar_files
 
 
@@ -29,31 +27,15 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PARTS = re.compile(r"([^@#]+)(?:@([\w.-]+))?(?:#([\w.-]+))?")
 BRACES = re.compile(r"\{([^{}]*)\}")
 TABLES = (".parquet", ".tar", ".arrow")
-HEAD = 1024  # bytes that are read to see whether a file is an array
 MOST_NAMED = 6
 SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")  # what `save_to_disk` of `datasets` writes
-
-
-class DataFile(Protocol):
-    """The rows of a file. Any row can be read at once."""
-
-    path: str  # for errors
-    digest: str  # a hash that changes if the file changes, as far as its index shows
-
-    def __len__(self) -> int: ...
-
-    def example(self, place: int) -> Mapping[str, Any]:
-        """Returns what the file holds for a row. Raises a `ValueError` for a broken row."""
-
-    def name(self, place: int) -> str:
-        """Returns what errors call the row: "line 12", "row 3", "sample 000012"."""
 
 
 class Source(NamedTuple):
     """One source: its files, and how often its rows are read."""
 
     name: str
-    files: list[DataFile]
+    files: list[Table | Lines]
     pictures: Path | None  # the folder that names of images are relative to; None: the folder of each file
     weight: float  # how often each of its rows is read in an epoch
 
@@ -94,7 +76,7 @@ def open_source(name: str | Path, pictures: str | Path | None = None) -> Source:
     return source
 
 
-def _files_of(name: str) -> tuple[list[DataFile], Path | None]:
+def _files_of(name: str) -> tuple[list[Table | Lines], Path | None]:
     """Returns the files of a source, and the folder that names of images are relative to (None: that of each file)."""
     if os.path.isdir(name):
         metadata = _metadata_of(name)
@@ -143,16 +125,10 @@ def _others_with_rows(folder: str) -> list[str]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(name for name in names if not name.startswith(".")):
             path, top = os.path.join(place, name), place == folder
-            array = top and name.endswith(".json") and _is_array(path)
+            array = top and name.endswith(".json") and is_array(path)
             if array or name.endswith((*TABLES, ".jsonl.gz")) or (name.endswith(".jsonl") and not top):
                 found.append(os.path.relpath(path, folder))
     return found
-
-
-def _is_array(path: str) -> bool:
-    """Whether a file begins like an array of objects."""
-    with open(path, "rb") as file:
-        return re.match(rb"\s*\[\s*\{", file.read(HEAD).removeprefix(codecs.BOM_UTF8)) is not None
 
 
 def _expanded(name: str) -> list[str]:

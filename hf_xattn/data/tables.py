@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import codecs
-import dataclasses
 import glob
 import hashlib
 import json
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 FORM = 1  # version of the tables that this file keeps. With another version, they are made anew
 BOM = codecs.BOM_UTF8
+HEAD = 2**20  # bytes that are read to see whether a file is an array
 SPACE, COMMAS = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
 
 
@@ -55,14 +55,28 @@ class Table:
         return self.table[self.rows[place]]
 
     def name(self, place: int) -> str:
+        """Returns what errors call the row: "line 12", "row 3", "sample 000012"."""
         return f"row {place}"
+
+
+class Stored(Table):
+    """The rows of a table of `datasets` as they are stored: images stay the bytes or the names of their files."""
+
+    def __init__(self, path: str, table: Any, rows: range, digest: str):
+        super().__init__(path, table.with_format("arrow"), rows, digest)
+        # Arrow knows a value of the type `Json` as a text.
+        self._json = [name for name, feature in table.features.items() if "Json(" in repr(feature)]
+
+    def example(self, place: int) -> Mapping[str, Any]:
+        (row,) = super().example(place).to_pylist()  # type: ignore[attr-defined]  # a table of Arrow
+        return row | {name: self.table.features.decode_column([row[name]], name)[0] for name in self._json}
 
 
 def saved_table(dataset: Dataset, path: str) -> Table:
     """Makes a [`Table`] of a `datasets.Dataset` that is stored in files."""
     files = [(os.path.basename(each["filename"]), os.path.getsize(each["filename"])) for each in dataset.cache_files]
     digest = hashlib.sha256(f"{dataset.features} {len(dataset)} {files}".encode()).hexdigest()
-    return Table(path, _undecoded(dataset), range(len(dataset)), digest)
+    return Stored(path, dataset, range(len(dataset)), digest)
 
 
 def parquet_files(paths: list[str], names: list[str] | None = None) -> list[Table]:
@@ -94,40 +108,38 @@ def parquet_files(paths: list[str], names: list[str] | None = None) -> list[Tabl
         alike.setdefault(kind, []).append(number)
     tables: dict[int, Table] = {}
     for numbers in alike.values():
-        table = _converted_parquet(datasets, [paths[number] for number in numbers], footers[numbers[0]])
         rows = sum(footers[number].num_rows for number in numbers)
-        if isinstance(table, Exception) or len(table) != rows:
+        try:
+            table = _converted_parquet(datasets, [paths[number] for number in numbers], footers[numbers[0]])
+            if len(table) != rows:
+                raise ValueError(f"{len(table)} of {rows} rows")
+        except Exception as error:  # `datasets` raises errors of many kinds
             told = [names[number] for number in numbers]
             found = _broken_part([paths[number] for number in numbers], told) or (
                 "Expected Parquet files, and space for a copy of them in the cache of `datasets`, got "
                 f"{', '.join(told[:3])}{', ...' * (len(told) > 3)}"
             )
-            why = (table.__cause__ or table) if isinstance(table, Exception) else f"{len(table)} of {rows} rows"
-            raise ValueError(f"{found}: {why}") from (table if isinstance(table, Exception) else None)
+            raise ValueError(f"{found}: {error.__cause__ or error}") from error
         start = 0
         for number in numbers:
             footer = footers[number]
             groups = [footer.row_group(each) for each in range(footer.num_row_groups)]
             facts = f"{footer.schema.to_arrow_schema()} {[(each.num_rows, each.total_byte_size) for each in groups]}"
             digest = hashlib.sha256(facts.encode()).hexdigest()
-            tables[number] = Table(names[number], table, range(start, start + footer.num_rows), digest)
+            tables[number] = Stored(names[number], table, range(start, start + footer.num_rows), digest)
             start += footer.num_rows
     return [tables[number] for number in range(len(paths))]
 
 
 def _converted_parquet(datasets: Any, paths: list[str], footer: Any) -> Any:
-    """Returns the table of files with the same columns, or the error that `datasets` has raised."""
+    """Returns the table of files with the same columns."""
     features = _features_of(datasets, footer.schema.to_arrow_schema())
     # `datasets` recognises a file by its name and time. A file that was written anew may have the same, so its state is
     # put into the name of the cache.
     state = hashlib.sha256(repr([(os.path.abspath(path), _state(path)) for path in paths]).encode()).hexdigest()
     cache = os.path.join(datasets.config.HF_DATASETS_CACHE, f"hf_xattn-{state}")
     files = list(map(glob.escape, paths))  # `datasets` would read the paths as patterns
-    try:
-        table = datasets.load_dataset("parquet", data_files=files, split="train", features=features, cache_dir=cache)
-    except Exception as error:
-        return error
-    return _undecoded(table)
+    return datasets.load_dataset("parquet", data_files=files, split="train", features=features, cache_dir=cache)
 
 
 def _state(path: str) -> tuple[int, ...]:
@@ -196,32 +208,6 @@ def _features_of(datasets: Any, schema: Any) -> Any:
     return features
 
 
-def _undecoded(dataset: Any) -> Any:
-    """Returns the same table without decoding of images and sounds. The stored data do not change."""
-    datasets = library()
-    features = datasets.Features({name: _plain(feature) for name, feature in dataset.features.items()})
-    if features != dataset.features:  # not `cast_column`, which would write lists of images anew
-        assert len(dataset.data) == len(dataset)  # the table comes from files, so no rows are selected
-        info = datasets.DatasetInfo(features=features)
-        dataset = datasets.Dataset(dataset.data.cast(features.arrow_schema), info=info, fingerprint="undecoded")
-    return dataset.with_format(None)
-
-
-def _plain(feature: Any) -> Any:
-    """Returns a feature in which images and sounds stay bytes or names of files."""
-    if isinstance(feature, Mapping):
-        return {name: _plain(each) for name, each in feature.items()}
-    if isinstance(feature, list):
-        return [_plain(each) for each in feature]
-    if hasattr(feature, "feature"):
-        return dataclasses.replace(feature, feature=_plain(feature.feature))
-    return dataclasses.replace(feature, decode=False) if _is_file(feature) else feature
-
-
-def _is_file(feature: Any) -> bool:
-    return type(feature).__name__ in ("Image", "Audio", "Video", "Pdf", "Nifti")
-
-
 def _broken_part(paths: list[str], names: list[str]) -> str | None:
     """Names the first row group that cannot be read, or returns None."""
     import pyarrow.parquet
@@ -245,7 +231,7 @@ def json_files(paths: list[str]) -> list[Any]:
         ValueError: for a broken array, in which the objects cannot be found.
         ImportError: for an array without the extra `data`.
     """
-    arrays = [path for path in paths if _is_array(path)]
+    arrays = [path for path in paths if is_array(path) and not path.endswith(".jsonl")]
     found = converted(Objects, _objects, arrays) if arrays else []
     return [found.pop(0) if path in arrays else Lines(path) for path in paths]
 
@@ -315,9 +301,10 @@ def _object(text: str) -> Mapping[str, Any]:
     return example
 
 
-def _is_array(path: str) -> bool:
+def is_array(path: str) -> bool:
+    """Whether a file begins like an array of objects, which may be empty or have a comma too many."""
     with open(path, "rb") as file:
-        return not path.endswith(".jsonl") and file.read(2**20).removeprefix(BOM).lstrip().startswith(b"[")
+        return re.match(rb"\s*\[[\s,]*(?:[{\]]|\Z)", file.read(HEAD).removeprefix(BOM)) is not None
 
 
 def _objects(path: str) -> Iterator[str]:

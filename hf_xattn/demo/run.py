@@ -126,7 +126,6 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
     }
     named = (f"{index}-{'-'.join(map(str, canvas.digits))}" for index, canvas in enumerate(canvases[:8]))
     save_examples(output, dict(zip(named, pictures)))
-    draw_answers(output / "canvases.png", canvases, pictures, readings)
     draw_attention(output / "attention.png", model, processor, canvases, pictures)
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     measured = {name: shown(name, value) for name, value in results.items() if "right" in name or "canvases" in name}
@@ -207,8 +206,7 @@ def _count_projections(model, processor, picture) -> dict[str, Any]:
 
 def _print_results(results: dict[str, Any], output: Path) -> None:
     print_table(results)
-    print(f"\nA few canvases with what the model said: {output / 'canvases.png'}")
-    print(f"Where it looked, word by word: {output / 'attention.png'}")
+    print(f"\nA few canvases, what the model said, and where it looked: {output / 'attention.png'}")
     print(f'In Python: AutoModelForImageTextToText.from_pretrained("{output / "model"}")')
     image = str(example_images(output)[0])
     command = ["hf-xattn", "generate", str(output / "model"), "--image", image, "--prompt", PROMPT]
@@ -300,15 +298,6 @@ def _naming(maps: AttentionMaps, canvas: Canvas) -> list[int]:
     return [min(maps.num_given + 2 * place, last) for place in range(len(canvas.digits))]
 
 
-def draw_answers(path: Path, canvases: list[Canvas], pictures: list, readings: list[list[str]]) -> None:
-    """Draws eight canvases with the words that the model has read on them."""
-    cells = []
-    for canvas, picture, words in zip(canvases[:8], pictures, readings):
-        right = words[1::2] == [WORDS[digit] for digit in canvas.digits]
-        cells.append((_scaled(picture), " ".join(words[1::2]), right))
-    _draw(path, [cells[start : start + 2] for start in range(0, 8, 2)])
-
-
 def draw_attention(
     path: Path, model: XAttnForConditionalGeneration, processor: XAttnProcessor, canvases: list[Canvas], pictures: list
 ) -> None:
@@ -318,16 +307,13 @@ def draw_attention(
     rows: list[list[Cell]] = []
     for row, index in enumerate(chosen):
         grid, cells = maps.grid(row=row, layer="mean", head="mean"), []
+        picture = pictures[index].resize(SCALED, Image.Resampling.NEAREST)
         for digit, position in zip(canvases[index].digits, _naming(maps, canvases[index])):
             heat = grid[position] / grid[position].max().clamp(min=1e-6)
             word = processor.decode(maps.tokens[row, min(position + 1, maps.tokens.shape[1] - 1)])
-            cells.append((lit(_scaled(pictures[index]), heat), word, word == WORDS[digit]))
+            cells.append((lit(picture, heat), word, word == WORDS[digit]))
         rows.append(cells)
     _draw(path, rows)
-
-
-def _scaled(picture: Image.Image) -> Image.Image:
-    return picture.resize(SCALED, Image.Resampling.NEAREST)
 
 
 def _draw(path: Path, rows: list[list[Cell]]) -> None:

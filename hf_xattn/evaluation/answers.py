@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -92,27 +92,19 @@ class Scores(NamedTuple):
     """Shares of right answers, counted in three ways."""
 
     exact: Share  # the characters are equal, except for white space around them
-    normalised: Share  # the answers are equal after [`normalised`], or after another form
+    normalised: Share  # the answers are equal after [`normalised`]
     contained: Share  # equal, or the expected words stand in the answer, as `paris` in `it is **paris**`
 
     @classmethod
-    def of(cls, said: Sequence[str], expected: Sequence[str], form: Callable[[str], str] | None = None) -> Scores:
-        """Compares answers with the expected ones, one by one.
-
-        Args:
-            said (`Sequence[str]`), expected (`Sequence[str]`): the given and the expected answers, in the same order.
-            form (`Callable`, *optional*): maps answers that count as equal to the same text. Default: [`normalised`].
-        """
-        form = form or normalised
+    def of(cls, said: Sequence[str], expected: Sequence[str]) -> Scores:
+        """Compares answers with the expected ones, one by one and in the same order."""
         pairs = list(zip(said, expected, strict=True))
-        formed = [(form(one), form(other)) for one, other in pairs]
-        contained = [contains(*each) for each in formed]
-        if form is normalised:
-            contained = [found or _contains_words(*each) for found, each in zip(contained, pairs)]
+        plain = [(normalised(one), normalised(other)) for one, other in pairs]
+        found = [contains(*each) or _contains_words(*whole) for each, whole in zip(plain, pairs)]
         return cls(
             Share(sum(one.strip() == other.strip() for one, other in pairs), len(pairs)),
-            Share(sum(one == other for one, other in formed), len(pairs)),
-            Share(sum(contained), len(pairs)),
+            Share(sum(one == other for one, other in plain), len(pairs)),
+            Share(sum(found), len(pairs)),
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -10,7 +10,6 @@ of the base's answers that is left is measured.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -148,9 +147,6 @@ def evaluate(
     Returns:
         [`Evaluation`]: the scores of each way to ask, and the answers.
 
-    Raises:
-        ValueError: if there are no questions.
-
     Example:
 
     ```python
@@ -166,8 +162,6 @@ def evaluate(
     >>> share = found.ways["the model"].normalised.value  # of right answers
     ```
     """
-    if not questions:
-        raise ValueError("Expected `questions` to hold one or more, got none.")
     tokenizer = processor.tokenizer
     if max_new_tokens is None:
         longest = max(len(tokenizer(each.answer, add_special_tokens=False)["input_ids"]) for each in questions)
@@ -198,30 +192,28 @@ def evaluate(
     return found
 
 
-def scores_of(answers: Answers, form: Callable[[str], str] = normalised) -> dict[str, Scores]:
+def scores_of(answers: Answers) -> dict[str, Scores]:
     """Returns the scores of each way that has answers, and of always giving the most frequent answer.
 
-    Args:
-        answers (`dict`): the answers for each way to ask. The way "the model" must be there.
-        form (`Callable`): maps answers that count as equal to the same text.
+    Answers of the way "the model" must be there.
     """
     ways = {way: ([each.said for each in said], _expected(said)) for way, said in answers.items() if said}
     expected = _expected(answers[MODEL])
-    often = Counter(map(form, expected)).most_common(1)[0][0]
+    often = Counter(map(normalised, expected)).most_common(1)[0][0]
     # The most frequent answer, as the data writes it most often.
-    frequent = Counter(each for each in expected if form(each) == often).most_common(1)[0][0]
+    frequent = Counter(each for each in expected if normalised(each) == often).most_common(1)[0][0]
     ways[FREQUENT] = ([frequent] * len(expected), expected)
-    return {way: Scores.of(*each, form) for way, each in ways.items()}
+    return {way: Scores.of(*each) for way, each in ways.items()}
 
 
-def by_group(answers: Answers, form: Callable[[str], str] = normalised) -> dict[str, dict[str, Scores]]:
+def by_group(answers: Answers) -> dict[str, dict[str, Scores]]:
     """Returns [`scores_of`] for each group of questions. Questions without a group are left out."""
     groups: dict[str, Answers] = {}
     for way, said in answers.items():
         for each in said:
             if each.question.group is not None:
                 groups.setdefault(each.question.group, {}).setdefault(way, []).append(each)
-    return {group: scores_of(each, form) for group, each in groups.items()}
+    return {group: scores_of(each) for group, each in groups.items()}
 
 
 def ask_beside(
@@ -271,6 +263,7 @@ class Asker:
     def __call__(self, title: str, questions: Sequence[Question], base: bool = False) -> list[str]:
         return self.processor.batch_decode(self.tokens(title, questions, base), skip_special_tokens=True)
 
+    @torch.no_grad()
     def tokens(self, title: str, questions: Sequence[Question], base: bool = False) -> list[list[int]]:
         """Returns the tokens of the answers, including the token that ends an answer, without padding.
 
@@ -284,34 +277,26 @@ class Asker:
         Raises:
             ValueError: for `base` if the text model has layers of an adapter (PEFT).
         """
-        generate, training = self.model.generate, self.model.training
+        generate, training, config = self.model.generate, self.model.training, self.model.generation_config
         if base:
             text_model = self.model.base_model.text_model
             refuse_adapter_layers(text_model, "An evaluation cannot ask the base of", "Merge the adapter first.")
             generate = text_model.generate
+        greedy = {"max_new_tokens": self.max_new_tokens, "do_sample": False, "num_beams": 1}
+        ends = set(config.eos_token_id) if isinstance(config.eos_token_id, list) else {config.eos_token_id}
+        found: list[list[int]] = []
         self.model.eval()
         try:
-            return self._tokens(title, questions, generate)
+            for start in tqdm(range(0, len(questions), self.batch_size), title, leave=False):
+                chats = [each.messages for each in questions[start : start + self.batch_size]]
+                inputs = inputs_of(self.processor, chats).to(self.model.device)
+                rows = generate(**inputs, generation_config=config, **greedy)
+                for row in rows[:, inputs["input_ids"].shape[1] :].tolist():
+                    end = next((place for place, token in enumerate(row) if token in ends), None)
+                    self.cut[title] += end is None and len(row) == self.max_new_tokens
+                    found.append(row if end is None else row[: end + 1])
         finally:
             self.model.train(training)
-
-    @torch.no_grad()
-    def _tokens(
-        self, title: str, questions: Sequence[Question], generate: Callable[..., torch.Tensor]
-    ) -> list[list[int]]:
-        greedy = copy.deepcopy(self.model.generation_config)
-        greedy.update(max_new_tokens=self.max_new_tokens, do_sample=False, num_beams=1)
-        last = greedy.eos_token_id
-        ends = {last} if isinstance(last, int) else set(last or ())
-        found: list[list[int]] = []
-        for start in tqdm(range(0, len(questions), self.batch_size), title, leave=False):
-            chats = [each.messages for each in questions[start : start + self.batch_size]]
-            inputs = inputs_of(self.processor, chats).to(self.model.device)
-            rows = generate(**inputs, generation_config=greedy)
-            for row in rows[:, inputs["input_ids"].shape[1] :].tolist():
-                end = next((place for place, token in enumerate(row) if token in ends), None)
-                self.cut[title] += end is None and len(row) == self.max_new_tokens
-                found.append(row if end is None else row[: end + 1])
         return found
 
 

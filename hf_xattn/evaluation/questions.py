@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ..data.rows import in_front, read_row, text_of
+from ..data.rows import image_parts, in_front, read_row, text_of
 from ..processing.chat_messages import IMAGES, VIDEOS, parts_of
 
 
@@ -24,7 +24,7 @@ class Question(NamedTuple):
     @property
     def pictures(self) -> list[dict[str, Any]]:
         """The parts of the messages that are images."""
-        return [part for message in self.messages for part in parts_of(message) if part.get("type") in IMAGES]
+        return image_parts(self.messages)
 
     def with_pictures(self, pictures: Sequence[dict[str, Any]]) -> Question:
         """Returns the same question about other images: as many as it has, or none."""
@@ -53,7 +53,7 @@ def questions_of(rows: Iterable[Any], by: str | None = None) -> list[Question]:
         by (`str`, *optional*): the column that names the group of a question. A row may lack it.
 
     Raises:
-        ValueError: for a row without an answer, with a video, or with a group that is neither a text nor a number.
+        ValueError: for a row without an answer, or with a video.
         TypeError, ValueError: for a row that [`read_row`] cannot read.
 
     Example:
@@ -74,12 +74,7 @@ def questions_of(rows: Iterable[Any], by: str | None = None) -> list[Question]:
             raise ValueError(f"Expected row {number} to have an answer of the assistant, got none.")
         if any(part.get("type") in VIDEOS for message in messages for part in parts_of(message)):
             raise ValueError(f"Expected row {number} to have no video, got one. Give its frames as images.")
-        group = None if by is None else row.get(by)
-        if group is not None and not isinstance(group, (str, int, float)):
-            raise ValueError(
-                f"Expected `{by}` of row {number} to be a text or a number, to group by it, got {group!r}."
-            )
-        group = None if group is None else str(group)
+        group = None if by is None or row.get(by) is None else str(row[by])
         questions += [Question(messages[:index], text_of(messages[index]), group) for index in answers]
     return questions
 

@@ -76,8 +76,10 @@ def recomputes_layers(model: ModelBody, receives_keywords: bool) -> bool:
             "`model.gradient_checkpointing_enable()` instead of wrapping layers."
         )
     if not receives_keywords:
-        for layer in wrapped:
-            _read_channel_outside(layer)
+        for layer in wrapped:  # each reads the images from the channel, and passes them to its layer
+            if not layer.__dict__.get(_READS):
+                layer.__dict__[_READS] = True
+                layer.register_forward_pre_hook(_add_context, with_kwargs=True)
     return bool(wrapped)
 
 
@@ -96,13 +98,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while (inner := module._modules.get(WRAPPED)) is not None:
         module = inner
     return module
-
-
-def _read_channel_outside(wrapper: nn.Module) -> None:
-    """Lets a wrapper read the images from the channel and pass them to its layer."""
-    if not wrapper.__dict__.get(_READS):
-        wrapper.__dict__[_READS] = True
-        wrapper.register_forward_pre_hook(_add_context, with_kwargs=True)
 
 
 def _add_context(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

@@ -7,6 +7,7 @@ This file also lets a loss have a gradient when no block runs, and warns if weig
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,36 +41,26 @@ def keep_frozen_in_eval(module: nn.Module) -> None:
       gradient passes through them.
     - An embedding that gets noise (NEFTune), because transformers adds the noise only in training mode.
     """
-    trains: dict[nn.Module, bool | None] = {}
-    roots = [module]
-    while roots:
-        root = roots.pop()
-        _look(root, trains)
-        _apply(root, trains, True, roots)
+    _set_mode(module, True)
 
 
-def _look(module: nn.Module, trains: dict[nn.Module, bool | None]) -> bool | None:
-    found = [weight.requires_grad for weight in module._parameters.values() if weight is not None]
-    for name, child in module._modules.items():
-        if child is not None and name not in BLOCKS:
-            inside = _look(child, trains)
-            if inside is not None:
-                found.append(inside)
-    trains[module] = any(found) if found else None
-    return trains[module]
-
-
-def _apply(module: nn.Module, trains: dict[nn.Module, bool | None], around: bool, roots: list[nn.Module]) -> None:
-    own = trains[module]
-    learns = around if own is None else own
+def _set_mode(module: nn.Module, learns: bool) -> None:
+    """Sets the mode of a module whose surrounding module `learns`."""
+    own = [weight.requires_grad for weight in _own_weights(module)]
+    learns = any(own) if own else learns
     quantized = is_packed(module) or any(w is not None and is_quantized(w) for w in module._parameters.values())
     if not learns and not quantized and not _checkpoints(module) and not hasattr(module, "neftune_noise_alpha"):
         module.training = False
-    for name, child in module._modules.items():
-        if child is not None and name in BLOCKS:
-            roots.append(child)
-        elif child is not None:
-            _apply(child, trains, learns, roots)
+    for name, child in module.named_children():
+        _set_mode(child, learns or name in BLOCKS)
+
+
+def _own_weights(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the weights of a module, without those of the blocks inside it."""
+    yield from module.parameters(recurse=False)
+    for name, child in module.named_children():
+        if name not in BLOCKS:
+            yield from _own_weights(child)
 
 
 def _checkpoints(module: nn.Module) -> bool:

@@ -58,8 +58,9 @@ class XAttnStandInMixin:
 
     def images_of_nobody(self: Any, call: TextRows) -> ImagesOfCall | None:
         """Returns an image that no text sees, if other processes wait for the blocks or the loss needs a gradient."""
-        waited_for = is_distributed() and torch.is_grad_enabled()
-        if waited_for or (call.trains and not _embeddings_learn(call) and only_images_learn(self)):
+        waited_for, embeddings = is_distributed() and torch.is_grad_enabled(), call.text.get("inputs_embeds")
+        text_learns = embeddings is not None and embeddings.requires_grad
+        if waited_for or (call.trains and not text_learns and only_images_learn(self)):
             if not waited_for and not torch.compiler.is_compiling():
                 logger.warning_once(NOTHING_LEARNS)
             nobodys = stand_in_images(self.image_encoder, call.rows)
@@ -98,11 +99,6 @@ class XAttnStandInMixin:
         if not learns:
             return None
         return torch.stack([each.flatten()[:0].sum().to(states.device) for each in made]).sum()
-
-
-def _embeddings_learn(call: TextRows) -> bool:
-    embeddings = call.text.get("inputs_embeds")
-    return embeddings is not None and embeddings.requires_grad
 
 
 def stand_in_images(encoder: ImageEncoder, rows: int) -> NewImages:

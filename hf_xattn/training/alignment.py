@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..processing_xattn import XAttnProcessor
 from ..utils.architectures import text_num_hidden_layers
 from ..utils.projection import to_dtype_of
-from ..utils.tensor_checks import check_trainable, type_name
+from ..utils.tensor_checks import check_trainable
 from .alignment_words import (
     CannotAlign,
     RidgeSums,
@@ -82,28 +81,21 @@ class Pictures:
             yield from self._encoded(waiting)
 
     def _encoded(self, waiting: list[tuple[list[Any], set[str]]]) -> Iterator[tuple[torch.Tensor, set[str]]]:
-        for features, words in _encoded(self.body, self.processor, waiting):
-            half = features.to(torch.bfloat16)  # rounding is far below what tells words apart
-            if (size := half.nbytes) <= self._room:
-                self._room -= size
+        images = [[picture] for pictures, _ in waiting for picture in pictures]
+        try:
+            batches = [self.processor(images=images)]
+        except ValueError:  # images of several sizes
+            batches = [self.processor(images=[each]) for each in images]
+        features = [each for batch in batches for each in _features(self.body, dict(batch))]
+        for pictures, words in waiting:
+            own, features = features[: len(pictures)], features[len(pictures) :]
+            half = torch.cat(own).to(torch.bfloat16)  # rounding is far below what tells words apart
+            if half.nbytes <= self._room:
+                self._room -= half.nbytes
                 self._kept.append((half, words))
             else:
                 self._room = 0  # keep no later ones: `__iter__` expects that the kept rows are the first ones
             yield half.float(), words
-
-
-def _encoded(
-    body: Any, processor: XAttnProcessor, waiting: list[tuple[list[Any], set[str]]]
-) -> Iterator[tuple[torch.Tensor, set[str]]]:
-    images = [[picture] for pictures, _ in waiting for picture in pictures]
-    try:
-        batches = [processor(images=images)]
-    except ValueError:  # images of several sizes
-        batches = [processor(images=[each]) for each in images]
-    features = [each for batch in batches for each in _features(body, dict(batch))]
-    for pictures, words in waiting:
-        own, features = features[: len(pictures)], features[len(pictures) :]
-        yield torch.cat(own), words
 
 
 def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -192,7 +184,7 @@ def align_connector(
         [`ConnectorAlignment`]: the numbers of images and words, and the share of the targets that is explained.
 
     Raises:
-        TypeError: for a model without blocks, for another processor, or for rows that are not a sequence.
+        TypeError: for a model without blocks, or for another processor.
         ValueError: for a model that cannot be started so: without a vision tower, with a connector of another type,
             with image tokens of another width than the text, with quantized weights, with trained blocks, or with
             blocks that have a position encoding. Also for rows without images, or whose words do not differ between
@@ -216,7 +208,7 @@ def align_connector(
     """
     body: Any = body_of(model)
     try:
-        _check(body, processor, rows)
+        _check(body, processor)
     except ValueError as error:
         raise CannotAlign(str(error)) from error
     with _evaluating(body), torch.no_grad():
@@ -293,10 +285,8 @@ class _Pass:
         return weights / size.sqrt(), explained
 
 
-def _check(body: Any, processor: Any, rows: Any) -> None:
+def _check(body: Any, processor: Any) -> None:
     check_processor(processor)
-    if isinstance(rows, (str, bytes, Path, dict)) or not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")):
-        raise TypeError(f"Expected `rows` to be a sequence of rows, such as `load_rows` gives, got {type_name(rows)}.")
     tower_of(body)
     config = body.config
     if config.connector_type not in SOLVED:

@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..data.rows import IMAGE_SOURCES, read_row, text_of
+from ..data.rows import IMAGE_SOURCES, image_parts, read_row, text_of
 from ..decoders.decoder import find_decoder
-from ..processing.chat_messages import IMAGES, parts_of
 from ..processing_xattn import XAttnProcessor
 
 
@@ -160,7 +159,7 @@ def grouped(rows: Sequence[Any]) -> Iterator[tuple[list[Any], set[str], list[dic
                 if hasattr(rows, "where"):  # `Rows` name the row in their error
                     raise
                 raise type(error)(f"`rows[{index}]`: {error}") from error
-            parts = [part for message in conversation.messages for part in parts_of(message) if part["type"] in IMAGES]
+            parts = image_parts(conversation.messages)
             pictures = [next(part[name] for name in IMAGE_SOURCES if name in part) for part in parts]
             said = [text_of(conversation.messages[answer]) for answer in conversation.answers]
             words = set(WORD.findall(" ".join(said)))

@@ -109,17 +109,22 @@ def ends_of_turns(generation: GenerationConfig, processor: XAttnProcessor) -> li
     These are the tokens of the generation configuration and, if the chat template ends an answer with a special token,
     this token.
     """
-    tokenizer = processor.tokenizer
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values()] + list(tokenizer.all_special_tokens)
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
     def render(messages: Messages) -> str:
         return processor.apply_chat_template(messages, tokenize=False)
 
-    ends, found = generation.eos_token_id, end_of_turn(render, chat, 1, special)
+    ends, found = generation.eos_token_id, end_of_turn(render, chat, 1, special_tokens(processor))
     known = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
-    token = None if found is None else tokenizer.convert_tokens_to_ids(found)
+    token = None if found is None else processor.tokenizer.convert_tokens_to_ids(found)
     return known if token is None or token in known else [*known, token]
+
+
+def special_tokens(processor: XAttnProcessor) -> list[str]:
+    """Returns the tokens that may end a turn."""
+    tokenizer = processor.tokenizer
+    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    return sorted(tokens - {processor.image_token})
 
 
 def end_of_turn(

@@ -9,19 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
 
 from ..data.loading import Rows
 from ..data.pictures import picture_parts, what_is_wrong
 from .launch import is_first_process
 
-
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
 MAX_PROBLEMS = 20
@@ -97,8 +93,8 @@ class BadRowsFile:
             )
 
 
-class BadRowError(ValueError):
-    """A row that cannot be trained on.
+class BadRowError(RuntimeError):
+    """A row that cannot be trained on. It is no `ValueError`, after which the other rows of a batch are tried.
 
     torch turns an error of a data loader's worker into one long text and makes the error anew from it. Only the part
     behind the name of this class is kept.
@@ -169,16 +165,12 @@ class RowReader:
             return None
         try:
             return self.batch_of(read)
-        except BadRowError:  # it is about a row outside of this batch
-            raise
         except (TypeError, ValueError):
             good = []
             for place, row in read:
                 try:
                     self.batch_of([(place, row)])
                     good.append((place, row))
-                except BadRowError:
-                    raise
                 except (TypeError, ValueError) as error:
                     rows, index = resolved(place)
                     self._bad(place, reason_of(row, error, rows.folder_of(index)))
@@ -231,13 +223,3 @@ def resolved(place: Place) -> tuple[Rows, int]:
     """Returns the rows of a place, and the index of the row in them."""
     rows, index = place
     return (rows, index) if isinstance(rows, Rows) else (rows.rows, rows.index(index))
-
-
-class StopsAtLimit(TrainerCallback):
-    """Ends a run if more rows are bad than `--bad-rows-limit` allows."""
-
-    def __init__(self, file: BadRowsFile, rows: int):
-        self.file, self.rows = file, rows
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.file.check(self.rows)

@@ -17,8 +17,7 @@ from ..data.rows import Conversation, is_trained, keys_of_template, read_row, te
 from ..decoders.loss import IGNORED
 from ..images.image_inputs import NO_IMAGE
 from ..processing_xattn import XAttnProcessor
-from ..utils.tensor_checks import type_name
-from .answer_spans import AnswerSpan, check_processor, find_answers, squeezed
+from .answer_spans import AnswerSpan, check_processor, find_answers, special_tokens, squeezed
 from .vision_features import VisionFeatures
 
 
@@ -88,7 +87,7 @@ class XAttnDataCollator:
             files. Batches hold `vision_features` instead of `pixel_values`, and no image is decoded.
 
     Raises:
-        TypeError: if `processor` is not an `XAttnProcessor`, or `features` are not `VisionFeatures`.
+        TypeError: if `processor` is not an `XAttnProcessor`.
         ValueError: for unknown options, for options that exclude one another, for a tokenizer that gives no offsets or
             has neither a padding nor an EOS token, and for features that were made with another image processor.
 
@@ -139,8 +138,6 @@ class XAttnDataCollator:
                     "`processor.tokenizer.pad_token`."
                 )
             tokenizer.pad_token = tokenizer.eos_token  # safe: this class knows the padding by its position
-        if features is not None and not isinstance(features, VisionFeatures):
-            raise TypeError(f"Expected `features` to be VisionFeatures, got {type_name(features)}.")
         self.processor = processor
         self.features = features
         self._reader = processor if features is None else features.reader(processor)
@@ -164,10 +161,6 @@ class XAttnDataCollator:
         Raises:
             TypeError, ValueError: for a row that cannot be trained on. The message names the row.
         """
-        if not isinstance(rows, (list, tuple)):
-            raise TypeError(f"Expected `rows` to be a list of rows, got {type_name(rows)}.")
-        if not rows:
-            raise ValueError("`rows` is an empty list: give one row or more.")
         keys = keys_of_template(self.processor.chat_template)
         conversations = [_named(index, row, read_row, row, keys) for index, row in enumerate(rows)]
         try:
@@ -201,7 +194,7 @@ class XAttnDataCollator:
     def _labelled(self, conversation: Conversation, ids: torch.Tensor, offsets: torch.Tensor) -> _Tokens:
         processor = self.processor
         if self.train_on == "answers":
-            messages, answers, special = conversation.messages, conversation.answers, self._special_tokens()
+            messages, answers, special = conversation.messages, conversation.answers, special_tokens(processor)
             text, spans = find_answers(self._render, messages, answers, special, processor.image_token)
             labels = self._labels_of(text, spans, ids, offsets)
         elif all(map(is_trained, conversation.messages)):
@@ -218,11 +211,6 @@ class XAttnDataCollator:
 
     def _render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
         return self.processor.apply_chat_template(messages, tokenize=False, **kwargs)
-
-    def _special_tokens(self) -> list[str]:
-        tokenizer = self.processor.tokenizer
-        tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-        return sorted(tokens - {self.processor.image_token})
 
     def _labels_of(self, text: str, spans: list[AnswerSpan], ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The tokens in the spans, and -100 for all others `(text_len,)`. Checks that they decode to the text."""

@@ -53,8 +53,8 @@ def encode_pictures(
 ) -> EncodedPictures:
     """Writes the vision tower's outputs for the images of rows into a folder. Images that it holds are skipped.
 
-    All processes read the same rows, and each encodes its share of the images. A call that was stopped can be repeated:
-    it continues with the images that no complete file of the folder holds.
+    Each process reads its share of the rows. A call that was stopped can be repeated: it continues with the images that
+    no complete file of the folder holds.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): a model with a vision tower.
@@ -81,11 +81,13 @@ def encode_pictures(
     folder.mkdir(parents=True, exist_ok=True)
     writer = _Writer(folder, maker, rank, shard_bytes)
     new, known, problems = set[str](), set[str](), dict[str, str]()
+    # Rows that follow one another often share an image, which then is encoded once.
+    own = range(len(rows) * rank // world_size, len(rows) * (rank + 1) // world_size)
     loader: Any = DataLoader(
-        range(len(rows)),  # type: ignore[arg-type]  # a range is a data set too
+        own,  # type: ignore[arg-type]  # a range is a data set too
         batch_size=batch_size,
         num_workers=workers,
-        collate_fn=_PictureReader(processor, rows, held, batch_size, rank, world_size),
+        collate_fn=_PictureReader(processor, rows, held, batch_size),
     )
     was_training = tower.training
     tower.eval()
@@ -113,11 +115,10 @@ class _Batch(NamedTuple):
 
 
 class _PictureReader:
-    """Reads the images of a batch of rows, if they have no features yet and belong to the share of this process."""
+    """Reads the images of a batch of rows, if they have no features yet."""
 
-    def __init__(self, processor: XAttnProcessor, rows: Rows, held: set[str], size: int, rank: int, world_size: int):
+    def __init__(self, processor: XAttnProcessor, rows: Rows, held: set[str], size: int):
         self.processor, self.rows, self.held, self.size = processor, rows, held, size
-        self.rank, self.world_size = rank, world_size
         self._read = set[str]()  # images that this worker has read
 
     def __call__(self, indices: list[int]) -> _Batch:
@@ -125,7 +126,7 @@ class _PictureReader:
         pictures: dict[str, Any] = {}
         for index in indices:
             try:
-                own = [each for each in map(picture_of, picture_parts(self.rows.read(index))) if self._is_own(each)]
+                own = map(picture_of, picture_parts(self.rows.read(index)))
                 digests = {digest_of(picture): picture for picture in own}
             except (OSError, TypeError, ValueError) as error:
                 batch.problems[self.rows.where(index)] = str(error)
@@ -137,13 +138,6 @@ class _PictureReader:
         for start in range(0, len(names), self.size):
             self._add(names[start : start + self.size], pictures, batch)
         return batch
-
-    def _is_own(self, picture: Any) -> bool:
-        """Whether this process encodes an image. The image's name decides, so that no file is read for this."""
-        if self.world_size == 1:
-            return True
-        name = picture if isinstance(picture, bytes) else str(picture).encode()
-        return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % self.world_size == self.rank
 
     def _add(self, digests: list[str], pictures: Mapping[str, Any], batch: _Batch) -> None:
         """Prepares images. They are one group if all have the same size, and otherwise one group each."""

@@ -104,7 +104,7 @@ def _choose(model: Any, names: Mapping[str, bool] | None, **frozen: bool) -> dic
         trains.update((id(weight), not stays) for weight in matched)
     for name, weight in weights:
         if trains[id(weight)] and is_quantized(weight):
-            raise untrainable(_called(parts[name], name, model), name, weight, REMEDIES[parts[name]])
+            raise untrainable(f"the part `{parts[name]}`", name, weight, REMEDIES[parts[name]])
     return {name: trains[id(weight)] for name, weight in model.named_parameters()}
 
 
@@ -173,14 +173,6 @@ def training_table(model: XAttnModel | XAttnForConditionalGeneration | PeftModel
         "  ".join([first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:]))])
         for first, *cells in lines
     )
-
-
-def _called(part: str, name: str, model: Any) -> str:
-    if part == "blocks":
-        weight = model.get_parameter(name)
-        return next(f"block {b.layer_idx}" for b in body_of(model).blocks if any(w is weight for w in b.parameters()))
-    called = {"text": "the text model", "vision": "the vision tower", "connector": "the connector"}
-    return f"{called[part]} (`{part}=False`)"
 
 
 def freeze_base(model: Seeing, vision: bool = True) -> Seeing:

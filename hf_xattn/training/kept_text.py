@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
-from ..data.forms import CAPTION_PROMPT
 from ..data.loading import Rows
 from ..data.pictures import picture_of, picture_parts
 from ..data.sources import Source
@@ -41,7 +39,7 @@ from ..evaluation.questions import Question
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
 from ..utils.whole_folder import replace_file
-from .bad_rows import BadRowError, Place, Problem, RowReader, find_problems, reason_of, resolved
+from .bad_rows import BadRowError, Place, Problem, RowReader, reason_of, resolved
 from .collator import XAttnDataCollator
 from .launch import is_first_process, on_device, say
 
@@ -199,14 +197,10 @@ def read_prompts(file: Path) -> list[str]:
     """Returns the lines of a text file, without empty and repeated ones.
 
     Raises:
-        ValueError: for a file that is missing, that cannot be read, or that has no prompt.
+        OSError: for a file that is missing or cannot be read.
+        ValueError: for a file that has no prompt, or is not in UTF-8.
     """
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"Expected `--text-prompts` to be a text file in UTF-8, one prompt a line, got {file}: {error}"
-        ) from error
+    lines = file.read_text(encoding="utf-8-sig").split("\n")
     prompts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if not prompts:
         raise ValueError(f"Expected `--text-prompts` to have a prompt in each line, got {file} without one.")
@@ -235,11 +229,21 @@ def text_rows(
     rows: list[list[TextRow]] = [[]]
     if is_first_process():
         file = folder / KEPT_TEXT_FILE
-        if file.is_file():
-            rows = [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]]
-            say(f"{len(rows[0])} text prompts with answers of the text model: {file}")
-        else:
-            rows = [_answered_rows(model, processor, prompts, collate, picture, file, device)]
+        if not file.is_file():
+            say(f"The text model answers {len(prompts)} text prompts, which keep its text ability ({TURNED_OFF})")
+            asked = [Question([{"role": "user", "content": prompt}], answer="") for prompt in prompts]
+            asker = Asker(model, processor, BATCH, MAX_NEW_TOKENS)
+            answers = on_device(model, device, lambda: asker("Answering", asked))
+            answered = [
+                {"messages": [*question.messages, {"role": "assistant", "content": answer.strip()}]}
+                for question, answer in zip(asked, answers)
+                if answer.strip()
+            ]
+            part = file.with_name(f".{file.name}.part")
+            part.write_text(_lines(_fitting(answered, collate, picture)), encoding="utf-8")
+            replace_file(part, file)
+        rows = [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]]
+        say(f"{len(rows[0])} of {len(prompts)} text prompts have an answer to train on: {file}")
     return broadcast_object_list(rows)[0]
 
 
@@ -253,50 +257,21 @@ def digest_of_rows(rows: Sequence[TextRow]) -> str:
     return hashlib.sha256(_lines(rows).encode()).hexdigest()
 
 
-def _answered_rows(
-    model: XAttnForConditionalGeneration,
-    processor: XAttnProcessor,
-    prompts: Sequence[str],
-    collate: DistillingCollator,
-    picture: Any,
-    file: Path,
-    device: torch.device,
-) -> list[TextRow]:
-    say(f"The text model answers {len(prompts)} text prompts, which keep its text ability (`--text-share 0`: none).")
-    start = time.perf_counter()
-    asked = [Question([{"role": "user", "content": prompt}], answer="") for prompt in prompts]
-    asker = Asker(model, processor, BATCH, MAX_NEW_TOKENS)
-    answers = on_device(model, device, lambda: asker("Answering", asked))
-    rows = [
-        {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]}
-        for prompt, answer in zip(prompts, answers)
-        if answer.strip()
-    ]
-    kept, reason = _fitting(rows, collate, picture)
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(_lines(kept), encoding="utf-8")
-    replace_file(part, file)
-    told = f"{len(kept)} of {len(prompts)} text prompts have an answer to train on, after"
-    say(f"{told} {time.perf_counter() - start:.1f} s: {file}")
-    if reason is not None:
-        say(f"{len(rows) - len(kept)} are left out: {reason}")
-    return kept
-
-
 def _lines(rows: Sequence[TextRow]) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
-def _fitting(rows: Sequence[TextRow], collate: DistillingCollator, picture: Any) -> tuple[list[TextRow], str | None]:
-    """Returns the rows that can be trained on with an image, and the reason why the first of the others cannot."""
+def _fitting(rows: list[TextRow], collate: DistillingCollator, picture: Any) -> list[TextRow]:
+    """Returns the rows that can be trained on with an image, and prints why the first of the others cannot."""
     if picture is None:
-        return list(rows), None
-
-    def shown(read: list[TextRow]) -> Any:
-        return collate(read, [picture] * len(read))
-
-    held = Rows([source_of(rows, Path(), 1.0)], CAPTION_PROMPT)
-    problems, _ = find_problems(held, range(len(held)), shown)
-    bad = {problem.row for problem in problems}
-    kept = [row for index, row in enumerate(rows) if index not in bad]
-    return kept, problems[0].reason if problems else None
+        return rows
+    kept, errors = list[TextRow](), list[Exception]()
+    for row in rows:
+        try:
+            collate([row], [picture])
+            kept.append(row)
+        except (TypeError, ValueError) as error:
+            errors.append(error)
+    if errors:
+        say(f"{len(errors)} are left out: {str(errors[0]).partition(': ')[2]}")  # without "Row 0 of the batch"
+    return kept

@@ -54,7 +54,7 @@ class RunData:
             self.aligned = load_rows_once("--align", options.align, options.pictures, prompt)
         self.total = sum(map(len, self._sources()))  # number of all rows, including those that are left out later
         self.prompts = read_prompts(options.text_prompts or PROMPTS) if options.share_of_text else []
-        self.texts: list[TextRow] = []  # prompts with answers that are mixed into the rows to train on
+        self.mixed = self.rows  # the rows to train on, and the text prompts that are mixed into them
         self.streams = options.stream or len(self.rows) > STREAM_ROWS
         self.longest: int | None = None
         self._found: list[tuple[Rows, list[Problem]]] = []
@@ -85,6 +85,7 @@ class RunData:
         options = self.options
         if options.eval_share is not None:
             self.rows, self.others = hold_out(self.rows, options.eval_share, options.seed)
+            self.mixed = self.rows
         self._check_rows(collate)
         searched = _some(self.rows, STREAM_ROWS)
         place = f"{'' if len(searched) == len(self.rows) else f'{STREAM_ROWS} rows of '}{self._first_file()}"
@@ -103,7 +104,7 @@ class RunData:
     @property
     def epoch_rows(self) -> int:
         """Number of rows that an epoch reads: those of the sources, by their weights, and the text prompts."""
-        return self._shuffled(0).epoch_rows
+        return Shuffled(self.mixed, 0).epoch_rows
 
     def steps(self) -> int:
         """Number of optimizer steps of the run."""
@@ -120,8 +121,7 @@ class RunData:
 
     def in_order(self) -> Places:
         """Returns all rows of the run in their order, as places."""
-        options, length = self.options, self.steps() * self.rows_of_a_step
-        return Places(self._shuffled(length, options.seed))
+        return Places(Shuffled(self.mixed, self.steps() * self.rows_of_a_step, self.options.seed))
 
     def held_out(self) -> Places | None:
         return None if self.others is None else Places(self.others)
@@ -171,21 +171,14 @@ class RunData:
 
     def mix(self, texts: list[TextRow]) -> None:
         """Mixes text prompts into the rows to train on, as many as `--text-share` says, and prints their number."""
-        self.texts = texts
-        if texts:
-            others, share = Shuffled(self.rows, 0).epoch_rows, self.options.share_of_text
-            told = f"{self.epoch_rows - others} text prompts are added to the {others} examples of an epoch"
-            say(f"{told} (`--text-share {share:g}`)")
-        elif self.prompts:
+        if not texts:
             say("No text prompt is left, so the model may lose its text ability beside an image.")
-
-    def _shuffled(self, length: int, seed: int = 0) -> Shuffled:
-        if not self.texts:
-            return Shuffled(self.rows, length, seed)
-        share = self.options.share_of_text
-        count = max(1, round(Shuffled(self.rows, 0).epoch_rows * share / (1 - share)))
-        source = source_of(self.texts, self.options.output, count / len(self.texts))
-        return Shuffled(self.rows.with_source(source), length, seed)
+            return
+        others, share = self.epoch_rows, self.options.share_of_text
+        count = max(1, round(others * share / (1 - share)))
+        self.mixed = self.rows.with_source(source_of(texts, self.options.output, count / len(texts)))
+        told = f"{self.epoch_rows - others} text prompts are added to the {others} examples of an epoch"
+        say(f"{told} (`--text-share {share:g}`)")
 
     def _sources(self) -> list[Rows]:
         return [self.rows] if self.others is None else [self.rows, self.others]

@@ -34,7 +34,7 @@ CHECKPOINTS = "checkpoints"
 # Further entries in the options file: the hash of the text model's answers, and how the model starts.
 KEPT, START = "kept_text", "start"
 # How a run was launched, with words for an error. If this differs, `Trainer` would read other batches.
-LAUNCHED = {"processes": "process(es)", "gpus": "GPU(s) for a process"}
+LAUNCHED = {"processes": "the number of processes", "gpus": "the number of GPUs of a process"}
 
 
 def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -171,20 +171,17 @@ def check_resumed(output: Path, saved: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"`--resume`: expected the data of the run in {output}, got other data. Start in a new folder."
             )
-        if name in LAUNCHED:
-            raise ValueError(
-                f"`--resume`: expected {before[name]} {LAUNCHED[name]}, as in the run in {output}, got {value}, which "
-                "would train on other batches. Launch it in the same way, or start in a new folder."
-            )
+        what = LAUNCHED.get(name, option_of(name))
         raise ValueError(
-            f"`--resume`: expected {option_of(name)} to be {before.get(name)!r}, as in the run in {output}, got "
-            f"{value!r}. Use the same value, or start in a new folder."
+            f"`--resume`: expected {what} to be {before.get(name)!r}, as in the run in {output}, got {value!r}. Use "
+            "the same value, or start in a new folder."
         )
     return before
 
 
 def write_options(output: Path, saved: dict[str, Any]) -> None:
     """Writes the options of a run. They are written under another name first, so that no half-written file remains."""
+    output.mkdir(parents=True, exist_ok=True)
     (output / UNFINISHED).write_text(json.dumps(saved, indent=2) + "\n")
     replace_file(output / UNFINISHED, output / OPTIONS_FILE)
 

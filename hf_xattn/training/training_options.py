@@ -25,6 +25,14 @@ FREE_OPTIONS = (
     "output", "device", "workers", "log_steps", "adapter_only", "trust_remote_code", "report_to", "bad_rows",
     "bad_rows_limit"
 )  # fmt: skip
+TEACHES = "the text model is the teacher, and must not change"
+# Options that exclude one another, with the reason.
+EXCLUDING = (
+    ("text_share", "train_text", TEACHES),
+    ("text_prompts", "train_text", TEACHES),
+    ("distill_text", "train_text", TEACHES),
+    ("features", "train_vision", "features are stored outputs of a frozen vision tower"),
+)
 
 
 def _option(
@@ -201,32 +209,17 @@ class TrainingOptions:
                 bound = f"at least {least}" if above is None else f"above {above}"
                 bound += "" if below == math.inf else f" and below {below}"
                 raise ValueError(f"{option_of(field.name)} must be {bound}, got {number}.")
+        for first, second, why in EXCLUDING:
+            if getattr(self, first) and getattr(self, second):
+                both = f"{option_of(first)} or {option_of(second)}"
+                raise ValueError(f"Expected {both}, got both: {why}. Leave one of these options out.")
         if self.eval_steps is not None and self.eval_data is None and self.eval_share is None:
             raise ValueError(
                 f"Expected `--eval-data` or `--eval-share` with `--eval-steps {self.eval_steps}`, got neither. Add "
                 "one, or remove `--eval-steps`."
             )
-        if self.train_text and (self.text_share or self.text_prompts is not None):
-            given = "--text-share" if self.text_share else "--text-prompts"
-            raise ValueError(
-                f"Expected `{given}` or `--train-text`, got both: the text model is the teacher of the text prompts, "
-                "and must not change. With `--train-text`, put rows without an image into the data instead."
-            )
         if self.text_prompts is not None and self.share_of_text == 0:
-            raise ValueError(
-                "Expected `--text-share` above 0 with `--text-prompts`, got 0: no prompt would be read. Leave one of "
-                "these options out."
-            )
-        if self.distill_text is not None and self.train_text:
-            raise ValueError(
-                "Expected `--distill-text` or `--train-text`, got both: the text model is the teacher, and must not "
-                "change. Leave one of these options out."
-            )
-        if self.features is not None and self.train_vision:
-            raise ValueError(
-                "Expected `--features` or `--train-vision`, got both: features are stored outputs of a frozen vision "
-                "tower. Leave one of these options out."
-            )
+            raise ValueError("Expected `--text-share` above 0 with `--text-prompts`, got 0: no prompt would be read.")
 
     @property
     def share_of_text(self) -> float:

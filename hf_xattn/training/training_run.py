@@ -8,10 +8,11 @@ first one prints and writes files.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoProcessor, Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
+from transformers import AutoConfig, AutoProcessor, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from ..checkpoints.adapters import check_bases
@@ -21,17 +22,16 @@ from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing.chat_templates import check_template
 from ..processing_xattn import XAttnProcessor
 from ..utils.projection import multiplies_natively
-from ..utils.tensor_checks import check_trainable
 from .answer_spans import ends_of_turns
-from .bad_rows import BAD_ROWS_FILE, Places, RowReader, StopsAtLimit
+from .bad_rows import BAD_ROWS_FILE, Places
 from .collator import XAttnDataCollator
 from .freezing import freeze, train_in_float32
 from .kept_text import KEPT_TEXT_FILE, DistillingCollator, digest_of_rows, text_rows
 from .launch import is_first_process, num_processes, say
-from .picture_use import PictureUse, PictureUseCallback
+from .picture_use import PictureUseCallback
 from .run_data import RunData
-from .run_folder import CHECKPOINTS, KEPT, START, STATE, check_resumed, last_checkpoint, step_of, write_options
-from .run_start import Rates, rates_of, start
+from .run_folder import CHECKPOINTS, KEPT, START, check_resumed, last_checkpoint, step_of, write_options
+from .run_start import rates_of, start
 from .trainer import RunTrainer, check_started_rate
 from .training_options import SKIP, TrainingOptions
 from .vision_features import VisionFeatures
@@ -60,142 +60,205 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     if not is_first_process():
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-    data = RunData(options)
-    saved = options.saved(data.fingerprints())
-    earlier = check_resumed(options.output, saved) if resume else {}
-    saved |= {name: earlier[name] for name in (KEPT, START) if name in earlier}
-    hub: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
-    processor = _processor(options.model, **hub)
-    features = None if options.features is None else VisionFeatures.before_weights(options.features)
-    collate = XAttnDataCollator(processor, max_length=options.max_length, padding_side="right", features=features)
-    data.check(collate)
-    data.say()
-    if num_processes() > 1:
-        say(f"{num_processes()} processes, each with {options.batch_size} examples per forward pass")
-
-    set_seed(options.seed)
-    model = _load_model(options, features, **hub)
-    _end_with_the_turn(model, processor)
-    half = model.dtype == torch.bfloat16
-    dtypes = _prepare(model, options)
+    run = _Run(options, resume)
+    run.write_options()
     if is_first_process():
-        options.output.mkdir(parents=True, exist_ok=True)
-        write_options(options.output, saved)
-        data.write_bad_rows()
-    if data.prompts:
-        _mix_texts(data, model, processor, DistillingCollator(collate), saved)
+        run.data.write_bad_rows()
+    if run.data.prompts:
+        run.mix_texts()
     checkpoint = last_checkpoint(options.output) if resume else None
     if resume:
         say("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
     before = 0 if checkpoint is None else step_of(checkpoint)
-    arguments = _arguments(options, data, half)
-    if checkpoint is None:
-        reads = processor if features is None else features.reader(processor)
-        saved[START] = start(model, reads, data.to_align(collate), arguments.device, data.aligned is not None)
-        if is_first_process():
-            write_options(options.output, saved)
-    rates = rates_of(saved[START], options)
-    arguments.learning_rate = rates.learning_rate
-    finished = before >= arguments.max_steps
-    if finished:  # `Trainer` would take one more step
-        _load_weights(model, checkpoint, **hub)
-    elif checkpoint is not None and not (checkpoint / SHARDS).is_dir():
-        # An error if weights are missing, where `Trainer` only warns. A checkpoint has trained weights in float32.
-        type(model).from_pretrained(checkpoint, device_map="meta", dtype=torch.float32, **hub)
-    reader = data.reader(collate)
-    compared: Any = Places(data.rows if data.others is None else data.others)
-    use = PictureUseCallback(compared, reader, max(2, options.batch_size))
-    trainer = _make_trainer(model, arguments, data, reader, processor, use, rates.started_rate)
-    if finished:
-        say(f"no steps left to train after step {before}")
-        trainer.state = TrainerState.load_from_json(f"{checkpoint}/{STATE}")  # for the model card
-    else:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if use.last is not None and use.last.uses:  # otherwise the callback has warned
-        say(f"{use.last}{'' if data.others is not None else ', which are trained on'}")
-    if data.others is not None:
+    trainer = run.trainer(checkpoint)
+    # After the last step, this only loads the checkpoint.
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if run.use.last is not None and run.use.last.uses:  # otherwise the callback has warned
+        say(f"{run.use.last}{'' if run.data.others is not None else ', which are trained on'}")
+    if run.data.others is not None:
         say(f"evaluation loss {_last_evaluation(trainer):.4f}")
-    _save(model, processor, trainer, options, dtypes)
-    if is_first_process():
-        write_model_card(model, options.output, trainer, training=_facts(options, data, use.last, saved[START], rates))
-        write_options(options.output, {**saved, "complete": True})
-        say(f"saved to {options.output}")
-        if bad := data.bad_rows().count():
-            say(f"{bad} bad row(s) were left out: {options.output / BAD_ROWS_FILE} has the reasons")
-        if not finished:
-            say(_last_loss(trainer.state.log_history, before, options.log_steps))
+    run.save(trainer)
+    say(f"saved to {options.output}")
+    if bad := run.data.bad_rows().count():
+        say(f"{bad} bad row(s) were left out: {options.output / BAD_ROWS_FILE} has the reasons")
+    if trainer.state.global_step == before:
+        say(f"no steps left to train after step {before}")
+    else:
+        say(_last_loss(trainer.state.log_history, before, options.log_steps))
 
 
-def _mix_texts(
-    data: RunData,
-    model: XAttnForConditionalGeneration,
-    processor: XAttnProcessor,
-    collate: DistillingCollator,
-    saved: dict[str, Any],
-) -> None:
-    """Mixes text prompts with answers of the text model into the rows of the run.
+class _Run:
+    """A run: its options, its data and its model. The constructor checks the data, and then loads the model."""
 
-    A hash of the answers is saved with the options. Raises a `ValueError` if a resumed run finds other answers.
-    """
-    output = data.options.output
-    # Making these arguments joins the processes and chooses a device. The arguments of the run itself are made later,
-    # because they need the number of rows.
-    device = TrainingArguments(str(output / CHECKPOINTS), use_cpu=_on_cpu(data.options)).device
-    texts = text_rows(model, processor, data.prompts, collate, data.some_picture(collate), output, device)
-    digest = digest_of_rows(texts)
-    if saved.setdefault(KEPT, digest) != digest:
-        raise ValueError(
-            f"`--resume`: expected the text answers of the run in {output}, got others in {KEPT_TEXT_FILE}, so that it "
-            "would train on other rows. Put the file back, or start in a new folder."
+    def __init__(self, options: TrainingOptions, resume: bool):
+        self.options, self.data = options, RunData(options)
+        self.saved = options.saved(self.data.fingerprints())
+        earlier = check_resumed(options.output, self.saved) if resume else {}
+        self.saved |= {name: earlier[name] for name in (KEPT, START) if name in earlier}
+        self.hub: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+        self.on_cpu = options.device == "cpu" or not torch.accelerator.is_available()
+        self.processor = _processor(options.model, **self.hub)
+        self.features = None if options.features is None else VisionFeatures.before_weights(options.features)
+        self.collate = XAttnDataCollator(
+            self.processor, max_length=options.max_length, padding_side="right", features=self.features
         )
-    data.mix(texts)
-    if is_first_process():
-        write_options(output, saved)
+        self.data.check(self.collate)
+        self.data.say()
+        if num_processes() > 1:
+            say(f"{num_processes()} processes, each with {options.batch_size} examples per forward pass")
+        set_seed(options.seed)
+        self.model = self._load_model()
+        self.half = self.model.dtype == torch.bfloat16
+        _end_with_the_turn(self.model, self.processor)
+        self.dtypes = _prepare(self.model, options)
+        compared: Any = Places(self.data.rows if self.data.others is None else self.data.others)
+        self.reader = self.data.reader(self.collate)
+        self.use = PictureUseCallback(compared, self.reader, max(2, options.batch_size))
 
+    def _load_model(self) -> XAttnForConditionalGeneration:
+        options = self.options
+        model = XAttnForConditionalGeneration.from_pretrained(options.model, dtype=options.dtype, **self.hub)
+        if model.dtype == torch.float16:
+            raise ValueError(
+                f"Expected weights in float32 or bfloat16, got {options.model} in float16, in which gradients vanish. "
+                "Add `--dtype bfloat16` or `--dtype float32`."
+            )
+        if model.dtype == torch.bfloat16 and self.on_cpu and not multiplies_natively(torch.bfloat16):
+            say(SLOW_HALF)
+        if self.features is not None:
+            self.features.check_tower(model)
+        if options.adapter_only:
+            check_bases(model)
+        return model
 
-def _load_model(options: TrainingOptions, features: VisionFeatures | None, **hub: Any) -> XAttnForConditionalGeneration:
-    model = XAttnForConditionalGeneration.from_pretrained(options.model, dtype=options.dtype, **hub)
-    if model.dtype == torch.float16:
-        raise ValueError(
-            f"Expected weights in float32 or bfloat16, got {options.model} in float16, in which gradients vanish. Add "
-            "`--dtype bfloat16` or `--dtype float32`."
+    def write_options(self, **more: Any) -> None:
+        if is_first_process():
+            write_options(self.options.output, {**self.saved, **more})
+
+    def mix_texts(self) -> None:
+        """Mixes text prompts with answers of the text model into the rows of the run.
+
+        A hash of the answers is saved with the options. Raises a `ValueError` if a resumed run finds other answers.
+        """
+        output, collate = self.options.output, DistillingCollator(self.collate)
+        # Making these arguments joins the processes and chooses a device. The arguments of the run itself are made
+        # later, because they need the number of rows.
+        device = TrainingArguments(str(output / CHECKPOINTS), use_cpu=self.on_cpu).device
+        picture = self.data.some_picture(collate)
+        texts = text_rows(self.model, self.processor, self.data.prompts, collate, picture, output, device)
+        digest = digest_of_rows(texts)
+        if self.saved.setdefault(KEPT, digest) != digest:
+            raise ValueError(
+                f"`--resume`: expected the text answers of the run in {output}, got others in {KEPT_TEXT_FILE}, so "
+                "that it would train on other rows. Put the file back, or start in a new folder."
+            )
+        self.data.mix(texts)
+        self.write_options()
+
+    def trainer(self, checkpoint: Path | None) -> Trainer:
+        """Gives a fresh model its start, or checks the checkpoint to continue from, and returns the `Trainer`."""
+        model, options, arguments = self.model, self.options, self._arguments()
+        if checkpoint is None:
+            reads = self.processor if self.features is None else self.features.reader(self.processor)
+            rows, asked = self.data.to_align(self.collate), self.data.aligned is not None
+            self.saved[START] = start(model, reads, rows, arguments.device, asked)
+            self.write_options()
+        elif not (checkpoint / SHARDS).is_dir():
+            # An error if weights are missing, where `Trainer` only warns. A checkpoint has trained weights in float32.
+            type(model).from_pretrained(checkpoint, device_map="meta", dtype=torch.float32, **self.hub)
+        self.rates = rates_of(self.saved[START], options)
+        arguments.learning_rate = self.rates.learning_rate
+        # A checkpoint holds a tied weight only once. When `Trainer` reads it, it ties the names that are listed here
+        # again, and warns of any other name that is missing.
+        model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
+        return RunTrainer(
+            started_rate=self.rates.started_rate,
+            distill_text=options.weight_of_text,
+            rows_of_a_step=self.data.rows_of_a_step,
+            model=model,
+            args=arguments,
+            train_dataset=self.data.in_order(),
+            eval_dataset=self.data.held_out(),
+            data_collator=self.reader,
+            processing_class=self.processor,
+            callbacks=[_AfterEachStep(self.data), self.use],
         )
-    if model.dtype == torch.bfloat16 and _on_cpu(options) and not multiplies_natively(torch.bfloat16):
-        say(SLOW_HALF)
-    if features is not None:
-        features.check_tower(model)
-    if options.adapter_only:
-        check_bases(model)
-    return model
 
+    def _arguments(self) -> TrainingArguments:
+        options, data = self.options, self.data
+        steps, an_epoch = data.steps(), data.steps_of_an_epoch()
+        return TrainingArguments(
+            output_dir=str(options.output / CHECKPOINTS),
+            max_steps=steps,
+            train_sampling_strategy="sequential",  # `RunData.in_order` has shuffled the rows already
+            per_device_train_batch_size=options.batch_size,
+            per_device_eval_batch_size=options.batch_size,
+            gradient_accumulation_steps=options.gradient_accumulation,
+            lr_scheduler_type="cosine",
+            warmup_steps=min(math.ceil(options.warmup * steps), steps - 1),  # the first warm-up step has a rate of 0
+            weight_decay=options.weight_decay,
+            eval_strategy="no" if data.others is None else "steps",
+            eval_steps=min(options.eval_steps or an_epoch, steps),
+            save_strategy="steps",
+            save_steps=options.save_steps or max(1, steps // 10),
+            save_total_limit=2,
+            logging_steps=min(options.log_steps, steps),
+            logging_nan_inf_filter=False,  # the filter would hide a loss that is not finite
+            seed=options.seed,
+            # Without a GPU, `TrainingArguments` refuses bfloat16 unless the CPU was asked for.
+            use_cpu=self.on_cpu,
+            bf16=self.half,  # compute in bfloat16 if the frozen weights are bfloat16; trained weights stay float32
+            dataloader_num_workers=options.workers,
+            prediction_loss_only=True,
+            remove_unused_columns=False,
+            report_to=options.report_to or "none",
+        )
 
-def _make_trainer(
-    model: XAttnForConditionalGeneration,
-    arguments: TrainingArguments,
-    data: RunData,
-    reader: RowReader,
-    processor: XAttnProcessor,
-    use: PictureUseCallback,
-    started_rate: float,
-) -> Trainer:
-    # A checkpoint holds a tied weight only once. When `Trainer` reads it, it ties the names that are listed here again,
-    # and warns of any other name that is missing.
-    model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
-    callbacks: list[TrainerCallback] = [_CountsEpochs(data), use]
-    if data.options.bad_rows == SKIP:
-        callbacks.append(StopsAtLimit(data.bad_rows(), data.total))
-    return RunTrainer(
-        started_rate=started_rate,
-        distill_text=data.options.weight_of_text,
-        rows_of_a_step=data.rows_of_a_step,
-        model=model,
-        args=arguments,
-        train_dataset=data.in_order(),
-        eval_dataset=data.held_out(),
-        data_collator=reader,
-        processing_class=processor,
-        callbacks=callbacks,
-    )
+    def save(self, trainer: Trainer) -> None:
+        """Saves the model in the dtypes in which it was loaded, with its processor, its card and the options.
+
+        All processes must call this, because each may hold a part of the weights.
+        """
+        model, output, dtypes = self.model, self.options.output, self.dtypes
+        weights: dict[str, Any] = {}
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+            weights = {name: weight.to(dtypes.get(name, weight.dtype)) for name, weight in gathered.items()}
+            # Gathered weights are copies. The names of a tied weight must share one tensor again, or each would be
+            # saved.
+            first: dict[int, str] = {}
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                name = name.replace(f"{WRAPPED}.", "")
+                if name in gathered and first.setdefault(id(parameter), name) != name:
+                    weights[name] = weights[first[id(parameter)]]
+            weights = {"state_dict": weights}
+        # Parameters of a sharded model change, too, because configuration and card read their dtype.
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtypes.get(name.replace(f"{WRAPPED}.", ""), parameter.dtype))
+        if is_first_process():
+            self.processor.save_pretrained(output)
+        adapter_only = self.options.adapter_only
+        model.save_pretrained(output, is_main_process=is_first_process(), adapter_only=adapter_only, **weights)
+        if is_first_process():
+            write_model_card(model, output, trainer, training=self._facts())
+        self.write_options(complete=True)
+
+    def _facts(self) -> dict[str, str]:
+        """Returns what the model card says about the run in addition to what `Trainer` knows."""
+        options, data, use, rates = self.options, self.data, self.use.last, self.rates
+        facts = {"examples": f"{len(data.rows):,} of {data.named()}", "prompt for captions": data.rows.prompt}
+        if data.mixed is not data.rows:
+            facts["text prompts beside an image"] = f"{100 * options.share_of_text:g} % of rows"
+        if options.weight_of_text is not None:
+            facts["weight of KL to the text model, for texts beside an image"] = f"{options.weight_of_text:g}"
+        if rates.started_rate != 1.0:
+            facts["share of the learning rate for weights that do not start at zero"] = f"{rates.started_rate:g}"
+        facts["connector and blocks start"] = self.saved[START]
+        if use is not None:
+            of = "trained rows" if data.others is None else "rows that were not trained on"
+            facts[f"loss of {of}, with their image"] = f"{use.own:.3f}"
+            facts[f"loss of {of}, with the image of another row"] = f"{use.another:.3f}"
+        return facts
 
 
 def _last_evaluation(trainer: Trainer) -> float:
@@ -204,20 +267,6 @@ def _last_evaluation(trainer: Trainer) -> float:
     if last["step"] != trainer.state.global_step:
         last = trainer.evaluate()
     return last["eval_loss"]
-
-
-class _CountsEpochs(TrainerCallback):
-    """Sets the epoch that a step is in. For `Trainer` itself, a run is a single pass through all its rows.
-
-    It also makes `Trainer` log after the last step, because `Trainer` averages a loss over processes only when it logs.
-    """
-
-    def __init__(self, data: RunData):
-        self.rows_of_a_step, self.epoch_rows = data.rows_of_a_step, data.epoch_rows
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        state.epoch = state.global_step * self.rows_of_a_step / self.epoch_rows
-        control.should_log |= state.global_step >= state.max_steps
 
 
 def _last_loss(history: list[dict[str, Any]], before: int, steps: int) -> str:
@@ -233,33 +282,22 @@ def _last_loss(history: list[dict[str, Any]], before: int, steps: int) -> str:
     return f"training loss {total / (end - start):.4f} (mean of the steps {start + 1} to {end})"
 
 
-def _facts(options: TrainingOptions, data: RunData, use: PictureUse | None, start: str, rates: Rates) -> dict[str, str]:
-    """Returns what the model card says about the run in addition to what `Trainer` knows."""
-    facts = {"examples": f"{len(data.rows):,} of {data.named()}", "prompt for captions": data.rows.prompt}
-    if data.texts:
-        facts["text prompts beside an image"] = f"{100 * options.share_of_text:g} % of rows"
-    if options.weight_of_text is not None:
-        facts["weight of KL to the text model, for texts beside an image"] = f"{options.weight_of_text:g}"
-    if rates.started_rate != 1.0:
-        facts["share of the learning rate for weights that do not start at zero"] = f"{rates.started_rate:g}"
-    facts["connector and blocks start"] = start
-    if use is not None:
-        of = "trained rows" if data.others is None else "rows that were not trained on"
-        facts[f"loss of {of}, with their image"] = f"{use.own:.3f}"
-        facts[f"loss of {of}, with the image of another row"] = f"{use.another:.3f}"
-    return facts
+class _AfterEachStep(TrainerCallback):
+    """Sets the epoch that a step is in, and ends a run with more bad rows than `--bad-rows-limit` allows.
 
+    For `Trainer` itself, a run is a single pass through all its rows. `Trainer` averages a loss over processes only
+    when it logs, so it is made to log after the last step.
+    """
 
-def _load_weights(model: XAttnForConditionalGeneration, checkpoint: Any, **hub: Any) -> None:
-    """Loads the weights of a checkpoint into the model, which keeps its dtypes."""
-    from torch.distributed import checkpoint as sharded
+    def __init__(self, data: RunData):
+        self.rows_of_a_step, self.epoch_rows, self.total = data.rows_of_a_step, data.epoch_rows, data.total
+        self.bad_rows = data.bad_rows() if data.options.bad_rows == SKIP else None
 
-    shards = checkpoint / SHARDS
-    if shards.is_dir():  # `load` fills the tensors of the model; each process reads all of them
-        sharded.load({"model": model.state_dict()}, checkpoint_id=shards, no_dist=True)
-    else:
-        last = type(model).from_pretrained(str(checkpoint), dtype=torch.float32, **hub)
-        model.load_state_dict(last.state_dict())
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.epoch = state.global_step * self.rows_of_a_step / self.epoch_rows
+        control.should_log |= state.global_step >= state.max_steps
+        if self.bad_rows is not None:
+            self.bad_rows.check(self.total)
 
 
 def _processor(name: str, **hub: Any) -> XAttnProcessor:
@@ -287,8 +325,6 @@ def _processor(name: str, **hub: Any) -> XAttnProcessor:
 
 def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> dict[str, torch.dtype]:
     """Freezes what does not train, and converts the rest to float32. Returns the dtypes of the rest before that."""
-    if options.train_text:
-        check_trainable("the text model (`--train-text`)", model.model.text_model, "Train an adapter (LoRA) on it.")
     freeze(model, text=not options.train_text, vision=not options.train_vision)
     if options.started_rate is not None:
         check_started_rate(model, options.started_rate)
@@ -299,36 +335,6 @@ def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> 
     return dtypes
 
 
-def _arguments(options: TrainingOptions, data: RunData, half: bool) -> TrainingArguments:
-    steps, an_epoch = data.steps(), data.steps_of_an_epoch()
-    return TrainingArguments(
-        output_dir=str(options.output / CHECKPOINTS),
-        max_steps=steps,
-        train_sampling_strategy="sequential",  # `RunData.in_order` has shuffled the rows already
-        per_device_train_batch_size=options.batch_size,
-        per_device_eval_batch_size=options.batch_size,
-        gradient_accumulation_steps=options.gradient_accumulation,
-        lr_scheduler_type="cosine",
-        warmup_steps=min(math.ceil(options.warmup * steps), steps - 1),  # the first warm-up step has a rate of 0
-        weight_decay=options.weight_decay,
-        eval_strategy="no" if data.others is None else "steps",
-        eval_steps=min(options.eval_steps or an_epoch, steps),
-        save_strategy="steps",
-        save_steps=options.save_steps or max(1, steps // 10),
-        save_total_limit=2,
-        logging_steps=min(options.log_steps, steps),
-        logging_nan_inf_filter=False,  # the filter would hide a loss that is not finite
-        seed=options.seed,
-        # Without a GPU, `TrainingArguments` refuses bfloat16 unless the CPU was asked for.
-        use_cpu=_on_cpu(options),
-        bf16=half,  # compute in bfloat16 if the frozen weights are bfloat16; trained weights stay float32
-        dataloader_num_workers=options.workers,
-        prediction_loss_only=True,
-        remove_unused_columns=False,
-        report_to=options.report_to or "none",
-    )
-
-
 def _end_with_the_turn(model: XAttnForConditionalGeneration, processor: XAttnProcessor) -> None:
     """Makes `generate` also stop at the token with which the chat template ends a turn, because the model learns it."""
     generation = model.generation_config
@@ -336,40 +342,3 @@ def _end_with_the_turn(model: XAttnForConditionalGeneration, processor: XAttnPro
     if ends and ends not in (before, [before]):
         generation.eos_token_id = ends
         say(f"`generate` ends at token {ends[-1]}, too: the chat template ends a turn with it")
-
-
-def _on_cpu(options: TrainingOptions) -> bool:
-    return options.device == "cpu" or not torch.accelerator.is_available()
-
-
-def _save(
-    model: XAttnForConditionalGeneration,
-    processor: XAttnProcessor,
-    trainer: Trainer,
-    options: TrainingOptions,
-    dtypes: dict[str, torch.dtype],
-) -> None:
-    """Saves the model in the dtypes in which it was loaded.
-
-    All processes must call this, because each may hold a part of the weights.
-    """
-    weights: dict[str, Any] = {}
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-        weights["state_dict"] = {name: weight.to(dtypes.get(name, weight.dtype)) for name, weight in gathered.items()}
-        # Gathered weights are copies. The names of a tied weight must share one tensor again, or each would be saved.
-        first: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            name = name.replace(f"{WRAPPED}.", "")
-            if name in gathered and first.setdefault(id(parameter), name) != name:
-                weights["state_dict"][name] = weights["state_dict"][first[id(parameter)]]
-    # Parameters of a sharded model change, too, because configuration and card read their dtype.
-    for name, parameter in model.named_parameters():
-        dtype = dtypes.get(name.replace(f"{WRAPPED}.", ""))
-        if dtype is not None:
-            parameter.data = parameter.data.to(dtype)
-    if is_first_process():
-        processor.save_pretrained(options.output)
-    model.save_pretrained(
-        options.output, is_main_process=is_first_process(), adapter_only=options.adapter_only, **weights
-    )

@@ -75,14 +75,14 @@ def image_processor_identity(processor: XAttnProcessor) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
-class Shard(NamedTuple):
-    maker: Maker
-    digests: list[str]  # SHA-256 of the images
-    tiled: bool  # whether the images were cut into tiles; the shard then holds their aspect ratios, too
+def read_shard(path: Path) -> tuple[Maker, list[str]]:
+    """Returns who has made a shard, and the names of its tensors.
 
+    The name of an image's features is the SHA-256 of its file. Images that were cut into tiles also have tensors with a
+    longer name, such as their aspect ratio.
 
-def read_shard(path: Path) -> Shard:
-    """Returns the header of a shard. Raises a `ValueError` if the file is damaged or is not a shard."""
+    Raises a `ValueError` if the file is damaged or is not a shard.
+    """
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata, names = file.metadata() or {}, list(file.keys())
@@ -90,9 +90,7 @@ def read_shard(path: Path) -> Shard:
         raise ValueError(f"{path} is damaged, or not a file of `hf-xattn encode-features`: {error}. {AGAIN}") from error
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is not a file of `hf-xattn encode-features`. Take it out of the folder.")
-    maker = Maker(*(metadata.get(field, "") for field in Maker._fields))
-    digests = [name for name in names if "." not in name]
-    return Shard(maker, digests, len(digests) < len(names))
+    return Maker(*(metadata.get(field, "") for field in Maker._fields)), names
 
 
 class VisionFeatures:
@@ -144,19 +142,19 @@ class VisionFeatures:
 
     def _read(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        if not self.folder.is_dir():
-            raise ValueError(f"Expected `folder` to be a folder with vision features, got {folder}, which is none.")
         self._shards: dict[str, Path] = {}
         self._files: dict[Path, Any] = {}
         makers: dict[Maker, Path] = {}
         for path in sorted(self.folder.glob(SHARDS)):
-            shard = read_shard(path)
-            makers[shard.maker] = path
-            self._shards.update(dict.fromkeys(shard.digests, path))
-            self._tiled = shard.tiled
+            maker, names = read_shard(path)
+            makers[maker] = path
+            self._shards.update((name, path) for name in names if "." not in name)
+            self._tiled = any("." in name for name in names)
         if not makers:
-            told = "which holds none. `hf-xattn encode-features` writes them."
-            raise ValueError(f"Expected `folder` to hold vision features, got {folder}, {told}")
+            raise ValueError(
+                f"Expected {folder} to be a folder with vision features, got none there. `hf-xattn encode-features` "
+                "writes them."
+            )
         if len(makers) > 1:
             raise ValueError(
                 f"Expected {folder} to hold features of one vision tower and one image processor, got several: of "
@@ -168,17 +166,13 @@ class VisionFeatures:
         """Raises a `ValueError` if another vision tower has made these features. Reads all weights of the tower."""
         tower = tower_of(model)
         identity = tower_identity(model.config, tower)
-        if identity == self.maker.tower:
-            return
-        if str(tower.dtype) != self.maker.dtype:
+        if identity != self.maker.tower:
             raise ValueError(
-                f"Expected `model` with a vision tower in {self.maker.dtype}, which has made the features in "
-                f"{self.folder}, got one in {tower.dtype}. Load it in this dtype, or encode the images anew."
+                f"Expected `model` with the vision tower that has made the features in {self.folder}, in "
+                f"{self.maker.dtype}, got another tower, other weights or another dtype ({tower.dtype}): "
+                f"{identity[:12]}, not {self.maker.tower[:12]}. Load it in this dtype, or encode the images into a new "
+                "folder."
             )
-        raise ValueError(
-            f"Expected `model` with the vision tower that has made the features in {self.folder}, got another tower, "
-            f"or other weights: {identity[:12]}, not {self.maker.tower[:12]}. Encode the images into a new folder."
-        )
 
     def reader(self, processor: XAttnProcessor) -> XAttnProcessor:
         """Returns a copy of a processor that looks up stored features instead of preparing images.

@@ -191,7 +191,7 @@ def test_a_quantized_tower_is_not_saved_inside_the_model(method, tmp_path):
     with pytest.raises(ValueError, match="The vision tower is quantized"):
         model.save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()
-    with pytest.raises(ValueError, match=r"vision tower \(`vision=False`\) are quantized .* vision=True"):
+    with pytest.raises(ValueError, match=r"part `vision` are quantized .* vision=True"):
         freeze_base(model, vision=False)
     freeze_base(model)
 
@@ -208,7 +208,7 @@ def test_weights_quantized_by_hand_are_not_saved(tmp_path):
         model.save_pretrained(tmp_path / "model")
     quantize_(model.blocks[1].mlp, Int8WeightOnlyConfig())
     before = [weight.requires_grad for weight in model.parameters()]
-    with pytest.raises(ValueError, match="block 1 are quantized.*Load the base with `quantization_config`"):
+    with pytest.raises(ValueError, match="part `blocks` are quantized.*Load the base with `quantization_config`"):
         freeze_base(model)
     assert before == [weight.requires_grad for weight in model.parameters()]
 
@@ -218,7 +218,7 @@ def test_freeze_base_explains_itself_on_integer_weights():
     model = make_model()
     projection = model.blocks[0].attn.q_proj
     projection.weight = torch.nn.Parameter(projection.weight.to(torch.int8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"block 0 are quantized \(.*attn.q_proj.weight: torch.int8\)"):
+    with pytest.raises(ValueError, match=r"part `blocks` are quantized \(.*attn.q_proj.weight: torch.int8\)"):
         freeze_base(model)
     model = make_model()
     weight = model.model.vision_tower.get_parameter("encoder.layers.0.mlp.fc1.weight")
@@ -311,4 +311,4 @@ def test_the_train_command_on_a_saved_quantized_model(method, tmp_path, capsys):
     status, _, errors = run_training(
         capsys, folder_in, "--data", data, "--output", tmp_path / "text", "--train-text", *FAST
     )
-    assert status != 0 and "(`--train-text`) are quantized" in errors
+    assert status != 0 and "The weights of the part `text` are quantized" in errors

@@ -95,7 +95,7 @@ def test_artifacts_load_with_the_auto_classes(finished):
     assert any((block.attn.o_proj.weight != 0).any() for block in model.blocks)
     processor = AutoProcessor.from_pretrained(folder / "model")
     files = demo.example_images(folder)
-    assert len(files) == 8 and (folder / "canvases.png").exists()
+    assert len(files) == 8
     inputs = processor(text=demo.PROMPT, images=Image.open(files[0]))
     assert model.generate(**inputs, max_new_tokens=3).shape[1] > inputs["input_ids"].shape[1]
     demo.run(folder, quick=True)  # its own folder may be written over

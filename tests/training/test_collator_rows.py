@@ -198,7 +198,7 @@ WRONG = {
         {"messages": [{**SHORT["messages"][0], "images": ["a.png"]}, SHORT["messages"][1]]},
         r"images of `messages\[0\]` in its `content`, got `images` beside it",
     ),
-    "tokens with images": ({"input_ids": [1, 2], "imges": ["a.png"]}, "must be named `images`, not `imges`"),
+    "tokens with images": ({"input_ids": [1, 2], "imges": ["a.png"]}, "must be named `images`"),
     "marker in the text": (row(ANSWER, "<image> what ?"), "Row 1"),
 }
 

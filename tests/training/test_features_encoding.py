@@ -221,16 +221,14 @@ def test_what_is_refused(model, data, features, tmp_path, capsys):
     other = tmp_path / "other"
     whole.save_pretrained(other)
     processor.save_pretrained(other)
-    with pytest.raises(
-        ValueError, match=f"tower that has made the features in {features}, got another tower, or other weights"
-    ):
+    with pytest.raises(ValueError, match=f"tower that has made the features in {features}, .* other weights or"):
         VisionFeatures(features, whole)
     status, _, error = run(capsys, "train", other, "--data", data, "--features", features, "--output", tmp_path / "out")
     assert status == 2 and "other weights" in error and not (tmp_path / "out").exists()
     status, _, error = run(capsys, *encode(other, data, features))
     assert status == 2 and "features of another vision tower" in error and "new folder" in error
 
-    with pytest.raises(ValueError, match="in torch.float32, which has made.*got one in torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"in torch.float32, got another.*another dtype \(torch.bfloat16\)"):
         VisionFeatures(features, load(model).bfloat16())
     status, _, error = run(capsys, *encode(model, data, features, "--dtype", "bfloat16"))
     assert status == 2 and "another" in error
@@ -243,7 +241,7 @@ def test_what_is_refused(model, data, features, tmp_path, capsys):
     processor.image_processor.size = {"height": 32, "width": 24}
     with pytest.raises(ValueError, match="`processor` with the image processor that has made"):
         XAttnDataCollator(processor, features=VisionFeatures(features, load(model)))
-    with pytest.raises(ValueError, match="holds none"):
+    with pytest.raises(ValueError, match="got none there"):
         VisionFeatures(data, load(model))
 
 

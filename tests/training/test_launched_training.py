@@ -114,10 +114,10 @@ def test_two_processes_are_one_run(desk, tmp_path, capsys):
     saved = json.loads((tmp_path / "two" / OPTIONS_FILE).read_text())
     (tmp_path / "two" / OPTIONS_FILE).write_text(json.dumps({**saved, "complete": False}))
     status, _, error = run_training(capsys, *command(desk, tmp_path / "two", "--batch-size", "1"), "--resume")
-    assert status == 2 and "expected 2 process(es)" in error and "got 1" in error
+    assert status == 2 and "expected the number of processes to be 2" in error and "got 1" in error
     (tmp_path / "two" / OPTIONS_FILE).write_text(json.dumps({**saved, "complete": False, "processes": 1, "gpus": 2}))
     status, _, error = run_training(capsys, *command(desk, tmp_path / "two", "--batch-size", "1"), "--resume")
-    assert status == 2 and "expected 2 GPU(s) for a process" in error and "got 1" in error
+    assert status == 2 and "expected the number of GPUs of a process to be 2" in error and "got 1" in error
 
 
 def _of_each(name, states, processes):
