@@ -176,7 +176,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         """
         if text is None and images is None and videos is None:
             raise ValueError("Expected `text`, `images` or both, got neither.")
-        texts = None if text is None else read_texts(text, images)
+        texts = None if text is None else read_texts(text)
         merged = self._merged(kwargs)
         return_tensors = merged["text_kwargs"].pop("return_tensors", return_tensors)
         if return_tensors not in ("pt", "np", None):

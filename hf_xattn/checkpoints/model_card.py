@@ -320,7 +320,7 @@ def describe(model: Any) -> dict[str, Any]:
     added = sum(map(_num_parameters, model.blocks))
     text = _num_parameters(model.base_model.text_model) - added
     vision, connector = _num_parameters(model.base_model.vision_tower), _num_parameters(model.base_model.connector)
-    dtype = block_dtype(model)
+    dtype = model.blocks[0].attn.k_proj.weight.dtype  # of keys and values
     tokens = tokens_per_image(model)
     per_token = key_value_bytes_per_token(block, len(layers), dtype)
     heads = f"{block.num_attention_heads}/{block.num_key_value_heads} heads of {block.head_dim}"
@@ -377,8 +377,3 @@ def blindness(model: Any) -> str | None:
 
 def _num_parameters(module: nn.Module | None) -> int:
     return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
-
-
-def block_dtype(model: Any) -> torch.dtype:
-    """Returns the dtype of the keys and values."""
-    return model.blocks[0].attn.k_proj.weight.dtype

@@ -193,15 +193,12 @@ def _samples(tensors: list[torch.Tensor]) -> list[tuple[float, ...]]:
             groups.setdefault((tensor.device, tensor.dtype), []).append(index)
     samples: list[tuple[float, ...]] = [()] * len(tensors)
     for indices in groups.values():
-        parts = [_few(tensors[index].view(-1)) for index in indices]
+        flat = [tensors[index].view(-1) for index in indices]
+        parts = [tensor[:: max(1, tensor.shape[0] // SAMPLES)][:SAMPLES] for tensor in flat]
         values = iter(torch.cat(parts).to(torch.float64).tolist())
         for index, part in zip(indices, parts):
             samples[index] = tuple(islice(values, part.shape[0]))
     return samples
-
-
-def _few(flat: torch.Tensor) -> torch.Tensor:
-    return flat[:: max(1, flat.shape[0] // SAMPLES)][:SAMPLES]
 
 
 def checksum(tensor: torch.Tensor) -> int:

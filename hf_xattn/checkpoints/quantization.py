@@ -157,7 +157,8 @@ def check_requantizable(model: PreTrainedModel) -> None:
             f"The vision tower is quantized ({name}), and a saved model has one quantization, that of its text model. "
             f"{PRECISE_TOWER}"
         )
-    for part, module in _added(body):
+    added = [(f"block {block.layer_idx}", block) for block in cross_attention_blocks(body)]
+    for part, module in [*added, ("the connector", body.connector or nn.Identity())]:
         if name := first_quantized(module):
             raise ValueError(
                 f"The weights of {part} are quantized ({name}). Only those of the text model can be saved so. "
@@ -179,8 +180,8 @@ def check_requantizable(model: PreTrainedModel) -> None:
         )
     if field is None:
         raise ValueError(
-            f"Quantization with {_method(quantizer)} has no list of layers to leave alone, so loading would quantize "
-            f"the blocks too. {PRECISE_TEXT}"
+            f"{type(quantizer.quantization_config).__name__} has no list of layers to leave alone, so loading would "
+            f"quantize the blocks too. {PRECISE_TEXT}"
         )
     skipped = getattr(quantizer.quantization_config, field) or []
     for name, weight in body.named_parameters():
@@ -220,11 +221,6 @@ def without_quantizer(model: PreTrainedModel, keeps_config: bool) -> Iterator[No
         held.hf_quantizer, config.quantization_config = quantizer, quantization_config
 
 
-def _method(quantizer: Any) -> str:
-    method = quantizer.quantization_config.quant_method
-    return getattr(method, "value", method)
-
-
 def _skip_field(quantization_config: Any) -> str | None:
     return next((name for name in SKIP_FIELDS if hasattr(quantization_config, name)), None)
 
@@ -241,10 +237,3 @@ def _unquantized(text_model: nn.Module) -> Iterator[str]:
     for name, module in text_model.named_modules():
         if isinstance(module, (nn.Linear, Conv1D)) and id(module) not in blocks and not is_quantized(module.weight):
             yield name
-
-
-def _added(body: Any) -> Iterator[tuple[str, nn.Module]]:
-    for block in cross_attention_blocks(body):
-        yield f"block {block.layer_idx}", block
-    if body.connector is not None:
-        yield "the connector", body.connector

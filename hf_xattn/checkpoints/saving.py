@@ -200,8 +200,6 @@ class XAttnSavingMixin(Model):
                 raise ValueError(
                     "`with_code=True`: an adapter (PEFT) is saved alone. Save the code with the model below it."
                 )
-            if len(names := self.active_adapters()) > 1:
-                raise ValueError(f"Expected one active adapter to save, got {names}. Call `set_adapter` first.")
         else:
             check_target(target, adapter_only=False)
             refuse_adapter_layers(self.base_model, "`save_pretrained` cannot save", SAVE_OR_MERGE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,11 +83,8 @@ def block_config(text: Any, **options: Any) -> CrossAttentionConfig:
 
 def renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
     """Applies the first rule (pattern, replacement) that matches the whole name. None if no rule matches."""
-    for pattern, replacement in rules:
-        match = re.fullmatch(pattern, name)
-        if match is not None:
-            return match.expand(replacement)
-    return None
+    matches = ((re.fullmatch(pattern, name), replacement) for pattern, replacement in rules)
+    return next((match.expand(replacement) for match, replacement in matches if match is not None), None)
 
 
 def block_name(layers: str, place: int, num_layers: int) -> str:
@@ -107,9 +104,22 @@ def block_names(layers: str, places: list[int], num_layers: int) -> list[str]:
     return names
 
 
-def fits(source: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether two shapes are equal when axes of size 1 are ignored."""
-    return [size for size in source if size != 1] == [size for size in target if size != 1]
+def check_names(what: str, found: Iterable[str], expected: Iterable[str]) -> None:
+    """Raises a `ValueError` for tensors that have no place, and for tensors that are missing. `what` holds them."""
+    given, wanted = set(found), set(expected)
+    for names, problem in (
+        (given - wanted, "holds tensors that the model does not have:"),
+        (wanted - given, "is not complete: no tensor for"),
+    ):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(f"{what} {problem} {', '.join(sorted(names)[:5])}{more}.")
+
+
+def check_shape(what: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raises a `ValueError` if shapes differ in more than axes of size 1."""
+    if [size for size in shape if size != 1] != [size for size in expected if size != 1]:
+        raise ValueError(f"{what} does not fit its configuration: expected shape {expected} for {name}, got {shape}.")
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:

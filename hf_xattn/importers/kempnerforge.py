@@ -67,8 +67,7 @@ def import_kempnerforge(
     """
     blocks: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in unwrapped(state_dict).items():
-        match = re.fullmatch(BLOCK, name)
-        if match is not None:
+        if (match := re.fullmatch(BLOCK, name)) is not None:
             add_once(blocks.setdefault(int(match[1]), {}), match[2], tensor, name)
     if not blocks:
         raise ValueError(

@@ -29,6 +29,7 @@ import functools
 import json
 import re
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,10 @@ from .conversion import (
     block_config,
     block_names,
     check_folder,
+    check_names,
+    check_shape,
     config_of,
     copy_side_files,
-    fits,
     folder_of,
     read_headers,
     read_tensor,
@@ -90,6 +92,12 @@ RULES = [
     (r"(?:model\.)?language_model\.(?:model\.)?norm\.weight", r"model.text_model.model.norm.weight"),
 ]
 EMBEDDING_OF_MLLAMA = r"(?:model\.)?language_model\.(?:model\.)?embed_tokens\.weight"
+# Names in transformers' model, and those in the published checkpoints.
+ORIGINAL_RULES = [
+    (r"model\.language_model\.(.+)", r"language_model.model.\1"),
+    (r"model\.((?:vision_model|multi_modal_projector)\..+)", r"\1"),
+    (r"lm_head\.weight", r"language_model.lm_head.weight"),
+]
 LAYER_OF_MLLAMA = r"(?:model\.)?language_model\.(?:model\.)?layers\.(\d+)\.(.+)"
 
 # Fields of a saved configuration that are not copied: both names of `image_token_index`, and those that transformers
@@ -178,16 +186,6 @@ def _targets(vocab_size: int, where: dict[int, int], blocks: dict[int, str], nam
     return None if new is None else [Target(new)]
 
 
-def original_name(name: str) -> str:
-    """Returns the name that a parameter of transformers' model has in the published checkpoints."""
-    rules = [
-        (r"model\.language_model\.(.+)", r"language_model.model.\1"),
-        (r"model\.((?:vision_model|multi_modal_projector)\..+)", r"\1"),
-        (r"lm_head\.weight", r"language_model.lm_head.weight"),
-    ]
-    return renamed(name, rules) or name
-
-
 def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output: str | Path) -> None:
     """Writes a model as a checkpoint of Llama 3.2 Vision, which transformers' own class and other engines load.
 
@@ -246,9 +244,11 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
     made = recipe(config)
     with torch.device("meta"):
         expected = shapes_of(MllamaForConditionalGeneration._from_config(config))
-    for name, shape in expected.items():
-        _check_parts(name, shape, _parts_of(name, made, changed, shapes), shapes, _missing_rows(name, changed))
-    _check_all_used(shapes, {part for name in expected for part in _parts_of(name, made, changed, shapes)})
+    parts_of = {name: _parts_of(name, made, changed, shapes) for name in expected}
+    check_names("`source`", shapes, chain(*parts_of.values()))
+    for name, parts in parts_of.items():
+        rows = sum(sum(shapes[part][:1]) for part in parts) + _missing_rows(name, changed)
+        check_shape("`source`", name, (rows, *shapes[parts[0]][1:]), expected[name])
     with WholeFolder(output) as target_folder:
         writer = FolderWriter(target_folder)
         made_of = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in expected.items()}
@@ -256,11 +256,11 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
         for file, names in files.items():
             tensors = {}
             for name in names:
-                parts = [read(part) for part in _parts_of(name, made, changed, shapes)]
+                pieces = [read(part) for part in parts_of[name]]
                 if added := _missing_rows(name, changed):
-                    parts.append(parts[0].new_zeros(added, *parts[0].shape[1:]))
-                tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
-                tensors[original_name(name)] = tensor.reshape(expected[name]).to(dtype).contiguous()
+                    pieces.append(pieces[0].new_zeros(added, *pieces[0].shape[1:]))
+                tensor = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+                tensors[renamed(name, ORIGINAL_RULES) or name] = tensor.reshape(expected[name]).to(dtype).contiguous()
             writer.write(file, tensors)
         writer.finish()
         config.architectures = [MllamaForConditionalGeneration.__name__]
@@ -272,31 +272,6 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
             source.generation_config.save_pretrained(target_folder)
 
 
-def _check_parts(
-    name: str, shape: tuple[int, ...], parts: list[str], shapes: dict[str, tuple[int, ...]], added: int
-) -> None:
-    """Raises a `ValueError` if parts of an exported tensor are missing, or if the parts and `added` more rows do not
-    give its shape.
-    """
-    if missing := [part for part in parts if part not in shapes]:
-        raise ValueError(f"`source` is not complete: expected {missing[0]}, which becomes {name}, but it is missing.")
-    made = shapes[parts[0]]
-    if len(parts) > 1:
-        made = (sum(shapes[part][0] for part in parts), *made[1:])
-    if added:
-        made = (made[0] + added, *made[1:])
-    if not fits(made, shape):
-        raise ValueError(
-            f"`source` has another shape than its configuration: expected {shape} for {name}, got {tuple(made)}."
-        )
-
-
-def _check_all_used(shapes: dict[str, tuple[int, ...]], used: set[str]) -> None:
-    """Raises a `ValueError` for tensors that the export would leave out, such as those of adapters."""
-    if left := sorted(set(shapes) - used):
-        raise ValueError(f"Expected `source` with Mllama's tensors only, got {left[0]} ({len(left)} have no place).")
-
-
 def _mllama_config(config: XAttnConfig) -> MllamaConfig:
     """Returns the configuration of the Mllama that equals a model.
 
@@ -305,9 +280,10 @@ def _mllama_config(config: XAttnConfig) -> MllamaConfig:
     Raises:
         ValueError: for a model of another shape. The message lists each difference.
     """
-    imported = (config.source_config or {}).get("model_type") == "mllama"
-    original = {name: value for name, value in (config.source_config or {}).items() if name not in RENAMED}
-    of_text: dict[str, Any] = original.pop("text_config", None) or {} if imported else {}
+    original = dict(config.source_config or {})
+    if original.get("model_type") != "mllama":
+        original = {}
+    of_text: dict[str, Any] = original.pop("text_config", None) or {}
     if differences := _differences(config):
         listed = "".join(f"\n- `{name}`: expected {expected}, found {found}" for name, expected, found in differences)
         raise ValueError(
@@ -330,7 +306,8 @@ def _mllama_config(config: XAttnConfig) -> MllamaConfig:
     assert [places(text_config)[index] for index in cross] == sorted(config.cross_attention_layers)
     assert config.vision_config is not None and config.image_token_id is not None
     parts = {"text_config": text_config.to_dict(), "vision_config": config.vision_config.to_dict()}
-    return MllamaConfig(**(original if imported else {}) | parts | {"image_token_index": config.image_token_id})
+    kept = {name: value for name, value in original.items() if name not in RENAMED}
+    return MllamaConfig(**kept | parts | {"image_token_index": config.image_token_id})
 
 
 def _differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:

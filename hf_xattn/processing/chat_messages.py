@@ -85,20 +85,9 @@ class Conversation:
 
 
 def is_batch(conversation: Any) -> bool:
-    """Whether `conversation` is a list of conversations, and not one conversation.
-
-    Raises:
-        TypeError: if it is neither.
-        ValueError: for an empty list.
-    """
-    if hasattr(conversation, "messages"):
+    """Whether `conversation` is a list of conversations, and not one conversation."""
+    if not isinstance(conversation, (list, tuple)) or not conversation:  # `read_conversation` refuses all but chats.
         return False
-    if not isinstance(conversation, (list, tuple)):
-        raise TypeError(
-            f"Expected `conversation` to be a list of messages, or a list of such lists, got {type_name(conversation)}."
-        )
-    if not conversation:
-        raise ValueError("Expected `conversation` to have one message or more, got an empty list.")
     return isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
 
 
@@ -106,15 +95,13 @@ def read_conversation(conversation: Any, where: str, **sampling: Any) -> Convers
     """Reads one conversation in the format of transformers or OpenAI. The conversation is not changed.
 
     Args:
-        conversation (`list`): the messages.
+        conversation (`list`): the messages, or an object that has them as `messages`.
         where (`str`): name of the conversation in errors.
         sampling: arguments of [`read_frames`], for videos.
     """
     messages = getattr(conversation, "messages", conversation)
-    if not isinstance(messages, (list, tuple)):
-        raise TypeError(f"Expected {where} to be a list of messages, got {type_name(messages)}.")
-    if not messages:
-        raise ValueError(f"Expected {where} to have one message or more, got an empty list.")
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise TypeError(f"Expected {where} to be a list of one message or more, got {messages!r:.60}.")
     read = Conversation([], [])
     for index, message in enumerate(messages):
         read.messages.append(_message(message, f"message {index} of {where}", read, sampling))

@@ -216,6 +216,7 @@ class ImageGrid:
         return joined
 
 
+@dataclass(eq=False)
 class StoreReader:
     """Reads the images of one call from a store, and encodes those that the store does not hold.
 
@@ -230,21 +231,12 @@ class StoreReader:
         dtype (`str`, *optional*): the dtype of the store.
     """
 
-    def __init__(
-        self,
-        store: ImageStore,
-        find_maker: Callable[[], str],
-        precision: str,
-        project: Callable[[torch.Tensor, ImageLayout], list[KeyValue]],
-        null_key: bool,
-        dtype: str | None = None,
-    ):
-        self.dtype = dtype
-        self._store = store
-        self._find_maker = find_maker
-        self._precision = precision
-        self._project = project
-        self._null_key = null_key
+    store: ImageStore
+    find_maker: Callable[[], str]
+    precision: str
+    project: Callable[[torch.Tensor, ImageLayout], list[KeyValue]]
+    null_key: bool
+    dtype: str | None = None
 
     def read(
         self,
@@ -271,9 +263,9 @@ class StoreReader:
         places = [(row, image) for row, image in given.nonzero().tolist()]
         if not places or images.images.is_meta:
             return None
-        keys = dict(zip(places, content_keys(images, dtype, places, self._precision)))
-        maker = self._find_maker()
-        found = self._store.look_up(maker, keys.values())
+        keys = dict(zip(places, content_keys(images, dtype, places, self.precision)))
+        maker = self.find_maker()
+        found = self.store.look_up(maker, keys.values())
         missing: dict[bytes, tuple[int, int]] = {}
         for place, key in keys.items():
             if key not in found:
@@ -282,7 +274,7 @@ class StoreReader:
             encoded = self._encode(images.at(list(missing.values())), encode)
             for key, image in zip(missing, encoded):
                 found[key] = image
-                self._store.keep(maker, key, image)
+                self.store.keep(maker, key, image)
         return ImageGrid(
             [
                 [found[keys[row, image]] if (row, image) in keys else None for image in range(num_images)]
@@ -293,9 +285,9 @@ class StoreReader:
     def _encode(self, images: ImageInputs, encode: Callable[[ImageInputs], torch.Tensor]) -> list[StoredImage]:
         """Encodes images `(count, 1, ...)` in one batch. Returns one entry for each, with views into the batch."""
         features = encode(images)
-        tokens, null = features.shape[2], int(self._null_key)
+        tokens, null = features.shape[2], int(self.null_key)
         layout = ImageLayout.of((tokens,), features.device, token_mask_of(images.tiles, None, tokens))
-        projected = self._project(features.flatten(1, 2), layout)
+        projected = self.project(features.flatten(1, 2), layout)
         projected = [(key[:, :, null:], value[:, :, null:]) for key, value in projected]
         return [
             StoredImage(tuple((key[i : i + 1], value[i : i + 1]) for key, value in projected), features.device)

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from huggingface_hub.dataclasses import as_validated_field
@@ -146,29 +147,20 @@ def config_of_fields(argument: str, config_class: type[CheckedConfig], fields: d
     return config_class(**fields)
 
 
-@as_validated_field
-def positive(value: float | None) -> None:
-    """Checks a field with a positive number. None passes, because the type of the field decides about it."""
-    if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"Expected a positive number, got {value}.")
+def _number(expected: str, is_right: Callable[[float], bool]) -> Any:
+    """Returns a field with a number. None passes, because the type of the field decides about it."""
+
+    def check(value: float | None) -> None:
+        if value is not None and not is_right(value):
+            raise ValueError(f"Expected {expected}, got {value}.")
+
+    return as_validated_field(check)
 
 
-@as_validated_field
-def not_negative(value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"Expected a number of at least 0, got {value}.")
-
-
-@as_validated_field
-def finite(value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"Expected a finite number, got {value}.")
-
-
-@as_validated_field
-def share(value: float) -> None:
-    if not 0 <= value < 1:
-        raise ValueError(f"Expected a number from 0 to below 1, got {value}.")
+positive = _number("a positive number", lambda value: 0 < value < math.inf)
+not_negative = _number("a number of at least 0", lambda value: 0 <= value < math.inf)
+finite = _number("a finite number", math.isfinite)
+share = _number("a number from 0 to below 1", lambda value: 0 <= value < 1)
 
 
 def check_buckets(num_buckets: int, max_distance: int) -> None:
@@ -240,8 +232,6 @@ def check_parts(name: str, value: Any, parts: dict[str, Any]) -> None:
 
 def every_nth_layer(every: int, num_layers: int) -> list[int]:
     """Returns the layers `every - 1`, `2 * every - 1`, ... For a decoder with fewer layers, it returns the last one."""
-    if every < 1:
-        raise ValueError(f"Expected `every` of at least 1, got {every}.")
     step = min(every, num_layers)
     return list(range(step - 1, num_layers, step))
 

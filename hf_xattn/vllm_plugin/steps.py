@@ -95,7 +95,7 @@ def read_step_with_images(
         )
     read, stored, masked, first = [], [], [], 0
     for request, states in zip(begins, given):
-        states, real = split_real(states) if images.tiled else (states, None)
+        states, real = (states[..., :-1], states[..., -1] != 0) if images.tiled else (states, None)  # see `with_real`
         text, count = slice(starts[request], starts[request + 1]), states.shape[0]
         mask = _tokens_seen(images, input_ids[text], count, real)
         # Text after the prompt sees what the last token of the prompt sees. The cache only keeps these image tokens.
@@ -126,23 +126,16 @@ def with_real(features: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     return torch.cat([features, real[..., None].to(features.dtype)], dim=-1)
 
 
-def split_real(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Undoes [`with_real`]: returns the image tokens, and the mask of the tokens of real tiles."""
-    return states[..., :-1], states[..., -1] != 0
-
-
 def _tokens_seen(images: Images, input_ids: torch.Tensor, count: int, real: torch.Tensor | None) -> torch.Tensor:
     """Returns which of `count` image tokens each token of a prompt sees, `(text_len, count)`."""
     markers = input_ids.eq(-1 if images.image_token_id is None else images.image_token_id)
-    sees = _images_seen(images.rule, markers, count // images.tokens).repeat_interleave(images.tokens, dim=1)
-    return sees if real is None else sees & real
-
-
-def _images_seen(rule: str, markers: torch.Tensor, num_images: int) -> torch.Tensor:
-    """Returns which images each token of a prompt sees, `(text_len, num_images)`."""
+    num_images = count // images.tokens
     order = image_order(markers.new_ones(1, num_images))
-    if rule == "all":
-        return (order > 0).expand(markers.shape[0], -1)
-    total = torch.full((1, 1), num_images, device=markers.device)
-    _, seen, before_group, _ = count_markers(None, markers[None], total)
-    return visible_images(order, seen, before_group, rule)[0]
+    if images.rule == "all":
+        seen_images = (order > 0).expand(markers.shape[0], -1)
+    else:
+        total = torch.full((1, 1), num_images, device=markers.device)
+        _, seen, before_group, _ = count_markers(None, markers[None], total)
+        seen_images = visible_images(order, seen, before_group, images.rule)[0]
+    sees = seen_images.repeat_interleave(images.tokens, dim=1)
+    return sees if real is None else sees & real

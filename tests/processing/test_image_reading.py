@@ -291,7 +291,7 @@ def test_video_file_without_a_decoder(processor, tmp_path, monkeypatch):
 
     monkeypatch.setattr(transformers.video_utils, "is_av_available", lambda: False)
     (tmp_path / "a.mp4").write_bytes(b"x")
-    with pytest.raises(ImportError, match="pip install av.*frames"):
+    with pytest.raises(ImportError, match="pip install av"):
         processor(videos=[tmp_path / "a.mp4"], text="a")
 
 

@@ -123,7 +123,6 @@ WRONG = {
     "twice_nested": ((), {"text": "a", "images_kwargs": {"padding": True}}, "`padding`"),
     "audio": ((), {"text": "a", "audio": [0.0]}, "argument `audio`"),
     "audio_kwargs": ((), {"text": "a", "audio_kwargs": {"sampling_rate": 1}}, "argument `audio_kwargs`"),
-    "video": ((), {"text": "a", "videos": [3]}, "`videos`.*array of frames.*got int"),
     "dtype": ((), {"text": "a", "images": np.full((4, 4, 3), "x")}, "`images` to hold numbers"),
 }
 
@@ -152,7 +151,7 @@ def test_errors(parts):
         processor(images=[[picture], [picture]], text="a")
     with pytest.raises(ValueError, match="`text`, `images` or both"):
         processor()
-    with pytest.raises(TypeError, match="`text` to be .* one str or more, got an empty list"):
+    with pytest.raises(TypeError, match="`text` to be .* one str or more, got \\[\\]"):
         processor(text=[])
     with pytest.raises(ValueError, match="`images` to have one entry for each text, got an empty list"):
         processor(images=[], text=["a", "dog"])
@@ -219,8 +218,6 @@ def test_normalised_values_are_not_rescaled_ones():
     "size",
     [
         {"height": 10**6, "width": 10**6},
-        {"height": -1, "width": 4},
-        {"height": "x", "width": 4},
         {"height": float("nan"), "width": 4},
     ],
 )
