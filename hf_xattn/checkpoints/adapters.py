@@ -32,7 +32,7 @@ from ..utils.checkpoint_files import CARD, read_headers, read_json, short
 from ..utils.distributed import saved_by_one
 from ..utils.keywords import CONFIG_KEYWORDS, FILE_KEYWORDS, HUB_KEYWORDS, LOAD_KEYWORDS, given
 from ..utils.tensor_checks import first_quantized, is_quantized, plain_tensors
-from ..utils.whole_folder import WholeFolder
+from ..utils.whole_folder import whole_folder
 from ..version import __version__
 from .bases import BaseSource, base_of, load_text, load_vision, named_base
 from .folders import MANIFEST, WEIGHTS, check_target, find_file, find_manifest, name_of_dtype, weight_files_of
@@ -292,7 +292,7 @@ def save_small(
         config = model.hf_quantizer.quantization_config
         manifest["quantization_config"] = json.loads(config.to_json_string(use_diff=False))
     added = {name: _whole(model, name, tensor) for name, tensor in state.items()}
-    with WholeFolder(target, weight_files_of) as fresh:
+    with whole_folder(target, weight_files_of) as fresh:
         if (target / CARD).is_file():  # written anew only if no person has changed it
             shutil.copy2(target / CARD, fresh / CARD)
         # Loading puts these weights in place of those of a base in memory, so they are saved under the names in memory.

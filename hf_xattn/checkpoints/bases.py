@@ -83,6 +83,11 @@ class BaseSource:
     gguf_file: str | None = None
 
     @classmethod
+    def named(cls, name: str, *where: str | None) -> BaseSource:
+        """Returns a base by its name. The path of a folder becomes absolute."""
+        return cls(os.path.abspath(name) if os.path.isdir(name) else name, *where)
+
+    @classmethod
     def of_record(cls, record: dict[str, Any]) -> BaseSource:
         """Reads the entries of [`record`] in a manifest."""
         return cls(record["name_or_path"], record["revision"], record["subfolder"], record.get("gguf_file"))
@@ -137,22 +142,18 @@ def note_base(config: PreTrainedConfig, source: str | Path | PreTrainedModel, lo
         load_kwargs (`dict`): keyword arguments of `from_pretrained`.
     """
     if isinstance(source, PreTrainedModel):
-        name, where = source.config.name_or_path, {"gguf_file": gguf_file_of(source)}
-        where |= {key: getattr(config, f"base_{key}", None) for key in ("revision", "subfolder")}
+        name = source.config.name_or_path
+        where = [getattr(config, f"base_{key}", None) for key in WHERE[:2]] + [gguf_file_of(source)]
     else:
-        name = str(source)
-        where = {key: load_kwargs.get(key) or None for key in WHERE}
+        name, where = str(source), [load_kwargs.get(key) or None for key in WHERE]
     if name:
-        BaseSource(os.path.abspath(name) if os.path.isdir(name) else name, **where).note_in(config)
+        BaseSource.named(name, *where).note_in(config)
 
 
 def base_of(config: PreTrainedConfig) -> BaseSource | None:
     """Returns the checkpoint that the configuration of a part names. None if it names none."""
     name = config.name_or_path
-    if not name:
-        return None
-    name = os.path.abspath(name) if os.path.isdir(name) else name
-    return BaseSource(name, *(getattr(config, f"base_{key}", None) for key in WHERE))
+    return BaseSource.named(name, *(getattr(config, f"base_{key}", None) for key in WHERE)) if name else None
 
 
 def named_base(argument: str, named: Any) -> BaseSource | None:
@@ -163,7 +164,7 @@ def named_base(argument: str, named: Any) -> BaseSource | None:
     if argument == "text_base" and is_gguf_path(name):
         folder, where = split_gguf(argument, name, {})
         return BaseSource(folder, **where)
-    return BaseSource(os.path.abspath(name) if os.path.isdir(name) else name)
+    return BaseSource.named(name)
 
 
 def text_config_of(

@@ -353,14 +353,10 @@ def is_fresh(model: Any) -> bool:
         return False
     last = [block.attn.o_proj for block in model.blocks]
     last += [block.mlp.down_proj for block in model.blocks if block.mlp is not None]
-    if config.zero_init:
-        weights = [module.weight for module in last]
-    else:
-        gates = [gate for block in model.blocks for gate in (block.attn_gate, block.mlp_gate)]
-        if not all(isinstance(gate, nn.Parameter) or gate is None for gate in gates):
-            return False  # a block of a user's own class, of which it is not known which weights make it zero
-        weights = [gate for gate in gates if isinstance(gate, nn.Parameter)]
-    # Sharded weights cannot be read by one process alone. A projection of zeros with an adapter adds something.
+    gates = [gate for block in model.blocks for gate in (block.attn_gate, block.mlp_gate) if gate is not None]
+    weights = [module.weight for module in last] if config.zero_init else gates
+    # A gate of a user's own class has weights of which it is not known which ones make it zero. Sharded weights cannot
+    # be read by one process alone. A projection of zeros with an adapter adds something.
     whole = all(type(weight) is nn.Parameter and not weight.is_meta and weight.numel() for weight in weights)
     return whole and all(type(module) is nn.Linear for module in last) and not any(bool(each.any()) for each in weights)
 

@@ -89,10 +89,7 @@ def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None
         skipped = [*(TEXT + re.escape(name) for name in _unquantized(text_model)), *KEPT]
         quantizer.quantization_config = _with_skips(quantizer.quantization_config, field, skipped)
         quantizer.modules_to_not_convert = skipped
-    config: Any = model.config
-    config.quantization_config = quantizer.quantization_config
-    share_quantizer(text_model, model)
-    model.hf_quantizer = quantizer
+    _give(quantizer, text_model, model)
 
 
 def return_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None:
@@ -102,10 +99,14 @@ def return_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> Non
         return
     if _skip_field(quantizer.quantization_config) is not None:
         quantizer.quantization_config = quantization_of_text(quantizer.quantization_config)
-    config: Any = text_model.config
-    config.quantization_config = quantizer.quantization_config
-    share_quantizer(model, text_model)
-    text_model.hf_quantizer = quantizer
+    _give(quantizer, model, text_model)
+
+
+def _give(quantizer: Any, source: PreTrainedModel, model: Any) -> None:
+    """Gives a quantizer, which is that of `source` with another list of layers, to a model."""
+    model.config.quantization_config = quantizer.quantization_config
+    share_quantizer(source, model)
+    model.hf_quantizer = quantizer
 
 
 def _is_gguf(quantizer: Any) -> bool:

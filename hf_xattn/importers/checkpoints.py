@@ -15,7 +15,7 @@ from ..checkpoints.model_card import write_model_card
 from ..configuration_xattn import XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..utils.checkpoint_files import INTEGERS, Stored
-from ..utils.whole_folder import WholeFolder
+from ..utils.whole_folder import whole_folder
 from . import idefics, mllama
 from .conversion import (
     FolderWriter,
@@ -67,7 +67,7 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> None:
     recipe = recipe_of(config_of(folder, headers))
     side_files(folder)
     plan = _plan(recipe, headers)
-    with WholeFolder(output) as target_folder:
+    with whole_folder(output) as target_folder:
         writer = FolderWriter(target_folder)
         for file in sorted({header.file for header in headers.values()}):
             parts: dict[str, torch.Tensor] = {}

@@ -52,7 +52,7 @@ from transformers.utils import PROCESSOR_NAME, logging
 from ..configuration_xattn import XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..utils.checkpoint_files import INTEGERS
-from ..utils.whole_folder import WholeFolder
+from ..utils.whole_folder import whole_folder
 from .conversion import (
     LLAMA_FIELDS,
     FolderWriter,
@@ -249,7 +249,7 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
     for name, parts in parts_of.items():
         rows = sum(sum(shapes[part][:1]) for part in parts) + _missing_rows(name, changed)
         check_shape("`source`", name, (rows, *shapes[parts[0]][1:]), expected[name])
-    with WholeFolder(output) as target_folder:
+    with whole_folder(output) as target_folder:
         writer = FolderWriter(target_folder)
         made_of = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in expected.items()}
         files = split_torch_state_dict_into_shards(made_of, max_shard_size=SHARD_BYTES).filename_to_tensors
@@ -313,30 +313,23 @@ def _mllama_config(config: XAttnConfig) -> MllamaConfig:
 def _differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
     """Returns the name, the expected value and the found value of each difference from Mllama."""
     text: Any = config.text_config
-    vision = config.vision_config
-    wanted: list[tuple[str, Any, Any]] = [
-        ("text_config.model_type", "llama", text.model_type),
-        ("vision_config.model_type", "mllama_vision_model", getattr(vision, "model_type", None)),
-        ("connector_type", "linear", config.connector_type),
-        ("connector_bias", True, config.connector_bias),
-        ("image_visibility", "latest_group", config.image_visibility),
-        ("additional_vocab_in_head", False, config.additional_vocab_in_head),
-    ]
+    wanted: dict[str, Any] = {
+        "text_config.model_type": "llama",
+        "vision_config.model_type": "mllama_vision_model",
+        "connector_type": "linear",
+        "connector_bias": True,
+        "image_visibility": "latest_group",
+        "additional_vocab_in_head": False,
+    }
     if text.model_type == "llama":
-        head_dim = text.hidden_size // text.num_attention_heads
-        wanted += [  # Mllama's text model has no option for these
-            ("text_config.attention_bias", False, text.attention_bias),
-            ("text_config.mlp_bias", False, text.mlp_bias),
-            ("text_config.head_dim", head_dim, text.head_dim or head_dim),
-            (
-                "text_config.attention_dropout",
-                config.cross_attention_config.attention_dropout,  # Mllama has one field for all attention
-                text.attention_dropout,
-            ),
-            ("text_config.quantization_config", None, getattr(text, "quantization_config", None)),
-        ]
-        wanted += _of_blocks(config, text)
-    found = [(name, repr(expected), repr(value)) for name, expected, value in wanted if expected != value]
+        wanted |= _of_llama(config, text)
+    found = []
+    for name, expected in wanted.items():
+        value: Any = config
+        for field in name.split("."):
+            value = getattr(value, field, None)
+        if value != expected and not (name == "text_config.head_dim" and value is None):
+            found.append((name, repr(expected), repr(value)))
     if 0 in config.cross_attention_layers and config.source_config is None:
         # transformers' Mllama reads the length of the text from the cache of layer 0. With a block in front of it, this
         # cache would hold an image.
@@ -348,13 +341,23 @@ def _differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
     return found
 
 
-def _of_blocks(config: XAttnConfig, text: Any) -> list[tuple[str, Any, Any]]:
-    """Returns the differences of the blocks. Mllama's cross-attention layers have the sizes of its other layers."""
-    expected = {
+def _of_llama(config: XAttnConfig, text: Any) -> dict[str, Any]:
+    """Returns what Mllama expects of a Llama, for which it has no options, and of the blocks, whose sizes are those of
+    its other layers.
+    """
+    head_dim = text.hidden_size // text.num_attention_heads
+    of_text = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "head_dim": head_dim,
+        "attention_dropout": config.cross_attention_config.attention_dropout,  # Mllama has one field for all attention
+        "quantization_config": None,
+    }
+    of_blocks = {
         "context_size": text.hidden_size,
         "num_attention_heads": text.num_attention_heads,
         "num_key_value_heads": text.num_key_value_heads,
-        "head_dim": text.hidden_size // text.num_attention_heads,
+        "head_dim": head_dim,
         "intermediate_size": text.intermediate_size,
         "hidden_act": text.hidden_act,
         "norm_type": "rmsnorm",
@@ -364,15 +367,11 @@ def _of_blocks(config: XAttnConfig, text: Any) -> list[tuple[str, Any, Any]]:
         "gate": "tanh",
         "gate_granularity": "scalar",
         "mlp_type": "gated",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "quiet_softmax": False,
-        "position_bias": False,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "quiet_softmax", "position_bias", "context_norm"), False),
         "position": "none",
-        "context_norm": False,
     }
-    block = config.cross_attention_config
-    return [(f"cross_attention_config.{name}", value, getattr(block, name)) for name, value in expected.items()]
+    parts = {"text_config": of_text, "cross_attention_config": of_blocks}
+    return {f"{part}.{name}": value for part, fields in parts.items() for name, value in fields.items()}
 
 
 def _parts_of(name: str, made: Recipe, config: XAttnConfig, shapes: dict[str, tuple[int, ...]]) -> list[str]:

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from ..images.tower import ARRANGEMENTS, NO_HIDDEN_STATE, PASS_ITS_BASE
-from ..utils.towers import CLASSES, REFUSED, TEXT_IS_OPTIONAL, UNTESTED, class_of_type
+from ..utils.towers import CLASSES, REFUSED, TEXT_IS_OPTIONAL, UNTESTED, class_of, class_of_type
 
 
 def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
@@ -77,13 +77,13 @@ def check_tower_config(name: str, config: PreTrainedConfig) -> None:
 
     A configuration is not checked if transformers has no model class for it.
     """
-    if (tower_class := class_of_type(type(config))) is not None:
+    if (tower_class := class_of(config)) is not None:
         check_tower_class(name, tower_class)
 
 
 def check_comes_back(name: str, tower: PreTrainedModel) -> None:
     """Raises a `ValueError` if a saved model would load with a tower of another class than `tower` has."""
-    built, own = class_of_type(type(tower.config)), type(tower)
+    built, own = class_of(tower.config), type(tower)
     # A class for the same configuration is allowed: a tower with a projection, for example, loads without it.
     of_same_type = own.__module__.startswith("transformers.") and own.config_class is type(tower.config)
     if built is not None and not (isinstance(tower, built) or of_same_type or tower.is_remote_code()):

@@ -326,11 +326,11 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class XAttnStoreMixin:
-    """The image store of [`XAttnModel`]."""
+    """The image store of both models. It belongs to the [`XAttnModel`] inside the other model."""
 
     _image_store: ImageStore | None = None
 
-    def enable_image_store(self, max_bytes: int = 2**30, dtype: str | None = None) -> None:
+    def enable_image_store(self: Any, max_bytes: int = 2**30, dtype: str | None = None) -> None:
         """Stores encoded images by their content, so that `generate` and `encode_images` encode an image only once.
 
         The store is off by default. Images are stored one by one, so a call may combine stored and new images, in any
@@ -371,19 +371,19 @@ class XAttnStoreMixin:
         1
         ```
         """
-        if self._image_store is None:
-            self._image_store = ImageStore(max_bytes, dtype)
+        if (store := self.image_store) is None:
+            self.base_model._image_store = ImageStore(max_bytes, dtype)
         else:
-            self._image_store.resize(max_bytes, dtype)
+            store.resize(max_bytes, dtype)
 
-    def disable_image_store(self) -> None:
+    def disable_image_store(self: Any) -> None:
         """Turns the store of [`enable_image_store`] off, and drops all its images."""
-        self._image_store = None
+        self.base_model._image_store = None
 
     @property
-    def image_store(self) -> ImageStore | None:
+    def image_store(self: Any) -> ImageStore | None:
         """The [`ImageStore`] of [`enable_image_store`], with `nbytes`, `hits` and `misses`. None if it is off."""
-        return self._image_store
+        return self.base_model._image_store
 
     def find_source(self: Any, made_by: str | None) -> StoreReader | None:
         """Returns a reader of the store for one call. None if the store is off or must not be used.
@@ -411,25 +411,6 @@ class XAttnStoreMixin:
             self.config.cross_attention_config.quiet_softmax,
             dtype,
         )
-
-
-class XAttnStoreDelegationMixin:
-    """The image store of [`XAttnForConditionalGeneration`], which is that of the [`XAttnModel`] inside it."""
-
-    model: Any
-
-    def enable_image_store(self, max_bytes: int = 2**30, dtype: str | None = None) -> None:
-        """See [`XAttnModel.enable_image_store`]."""
-        self.model.enable_image_store(max_bytes, dtype)
-
-    def disable_image_store(self) -> None:
-        """See [`XAttnModel.disable_image_store`]."""
-        self.model.disable_image_store()
-
-    @property
-    def image_store(self) -> ImageStore | None:
-        """See [`XAttnModel.image_store`]."""
-        return self.model.image_store
 
 
 __all__ = ["ImageStore"]

@@ -11,7 +11,6 @@ weights and by the class that has saved it, or not at all.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub.utils.sha import sha_fileobj
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
@@ -232,10 +232,7 @@ def check_weights(headers: dict[str, Stored], quantized: bool, where: str) -> No
 def sha256_of(path: Path) -> str:
     """Returns the SHA-256 of a file, as 64 hexadecimal digits."""
     with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return sha_fileobj(file).hex()
 
 
 class NotesWhatIsMissing:

@@ -265,8 +265,9 @@ def check_fields(fields: Any, where: str, config_class: type[PreTrainedConfig] =
             raise ValueError(f"{where}: expected the names of settings, got {short(name)}.")
         if KERNELS.match(name):
             _check_kernel(name, value, where)
-        elif name == "transformers_weights":
-            _check_weights_name(value, where)
+        elif name == "transformers_weights" and value is not None:  # loaded in place of `model.safetensors`
+            if not isinstance(value, str) or not re.fullmatch(r"[\w][\w.-]*\.safetensors(\.index\.json)?", value):
+                raise ValueError(f"{where}: expected `{name}` to name a safetensors file, got {short(value)}.")
         elif name == "num_labels" and isinstance(value, int) and value > MOST_LABELS:
             raise ValueError(f"{where}: expected `num_labels` of at most {MOST_LABELS}, got {short(value)}.")
         elif name.endswith("_config") and name != "quantization_config" and isinstance(value, dict):
@@ -283,14 +284,6 @@ def _check_kernel(name: str, value: Any, where: str) -> None:
                 f"{where}: expected `{name}` to be a kernel of transformers, such as 'sdpa', got {short(value)}. Pass "
                 "code from elsewhere to `from_pretrained`, if you trust it."
             )
-
-
-def _check_weights_name(value: Any, where: str) -> None:
-    """Checks the name of a file that transformers would load in place of `model.safetensors`."""
-    if value is not None and (
-        not isinstance(value, str) or not re.fullmatch(r"[\w][\w.-]*\.safetensors(\.index\.json)?", value)
-    ):
-        raise ValueError(f"{where}: expected `transformers_weights` to name a safetensors file, got {short(value)}.")
 
 
 def is_quantized(fields: dict[str, Any]) -> bool:

@@ -86,6 +86,11 @@ REFUSED = {
 }
 
 
+def class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Returns the class of the tower that a configuration describes. None if transformers does not know it."""
+    return class_of_type(type(config))
+
+
 def class_of_type(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
     """Returns the class of the tower of a configuration's class. None if transformers does not know it."""
     if config_class in MODEL_MAPPING:

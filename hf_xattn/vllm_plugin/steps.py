@@ -129,13 +129,15 @@ def with_real(features: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 def _tokens_seen(images: Images, input_ids: torch.Tensor, count: int, real: torch.Tensor | None) -> torch.Tensor:
     """Returns which of `count` image tokens each token of a prompt sees, `(text_len, count)`."""
     markers = input_ids.eq(-1 if images.image_token_id is None else images.image_token_id)
-    num_images = count // images.tokens
-    order = image_order(markers.new_ones(1, num_images))
-    if images.rule == "all":
-        seen_images = (order > 0).expand(markers.shape[0], -1)
-    else:
-        total = torch.full((1, 1), num_images, device=markers.device)
-        _, seen, before_group, _ = count_markers(None, markers[None], total)
-        seen_images = visible_images(order, seen, before_group, images.rule)[0]
-    sees = seen_images.repeat_interleave(images.tokens, dim=1)
+    sees = images_seen(images.rule, markers, count // images.tokens).repeat_interleave(images.tokens, dim=1)
     return sees if real is None else sees & real
+
+
+def images_seen(rule: str, markers: torch.Tensor, num_images: int) -> torch.Tensor:
+    """Returns which images each token of a prompt sees, `(text_len, num_images)`."""
+    order = image_order(markers.new_ones(1, num_images))
+    if rule == "all":
+        return (order > 0).expand(markers.shape[0], -1)
+    total = torch.full((1, 1), num_images, device=markers.device)
+    _, seen, before_group, _ = count_markers(None, markers[None], total)
+    return visible_images(order, seen, before_group, rule)[0]

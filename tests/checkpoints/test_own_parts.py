@@ -178,7 +178,7 @@ SETTINGS = {
     setting("quiet_softmax", True): "`.*attn`: its quiet_softmax is False, " + OF_BLOCK.format(True),
     setting("attention_dropout", 0.1): "`.*attn`: its attention_dropout is 0.0, " + OF_BLOCK.format(0.1),
     setting("norm_eps", 1e-3): "`.*attn_norm`: its eps is 1e-06, " + OF_BLOCK.format(0.001),
-    setting("qk_norm_eps", 1e-3): "`.*q_norm`: its eps is 1e-06, " + OF_BLOCK.format(0.001),
+    setting("qk_norm_eps", 1e-3): "`.*[kq]_norm`: its eps is 1e-06, " + OF_BLOCK.format(0.001),
     setting("gate", "none"): r"`.*cross_attention_block.attn_gate`: its shape is \(1,\), .* would be None",
 }
 
@@ -211,7 +211,7 @@ BUILT = {
     "num_latents": ("perceiver_config", 3, r"latents`: its shape is \(5, 24\), .* would be \(3, 24\)"),
     "num_image_positions": ("perceiver_config", 0, r"image_positions`: its shape is .* would be None"),
     "connector_bias": ("mlp", False, r"`connector.layers.0.bias`: its shape is \(32,\), .* would be None"),
-    "attention_bias": ("block", True, r"q_proj.bias`: its shape is None, .* would be"),
+    "attention_bias": ("block", True, r"[kq]_proj.bias`: its shape is None, .* would be"),
     "gate_granularity": ("block", "channel", r"attn_gate`: its shape is \(1,\), .* would be \(32,\)"),
     "additional_vocab_size": ("mlp", 3, "`text_model`: its additional_vocab_size is 2, .* would be 3"),
     "additional_vocab_in_head": ("mlp", False, "its additional_vocab_in_head is True, .* would be False"),
