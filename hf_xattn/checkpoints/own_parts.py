@@ -21,7 +21,6 @@ from transformers.utils import logging
 from ..decoders.insertion import BLOCKS
 from ..parts.vocabulary import vocabulary_options
 from ..utils.distributed import is_sharded_by_transformers
-from ..utils.parts import ValuesComeLater
 
 
 logger = logging.get_logger(__name__)
@@ -83,7 +82,7 @@ def warn_before_training(model: Any) -> None:
 def skeleton_of(model: Any) -> Any:
     """Builds the model as loading would, without weights. Returns None if this needs code that may not run here."""
     try:
-        with torch.device("meta"), ValuesComeLater():
+        with torch.device("meta"):
             new = _class_of(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)  # type: ignore[attr-defined]
             return new.eval()  # the card runs it on one image, which batch norm refuses in training mode
     except (RuntimeError, TypeError, ValueError) as error:

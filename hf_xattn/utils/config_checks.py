@@ -232,6 +232,8 @@ def check_parts(name: str, value: Any, parts: dict[str, Any]) -> None:
 
 def every_nth_layer(every: int, num_layers: int) -> list[int]:
     """Returns the layers `every - 1`, `2 * every - 1`, ... For a decoder with fewer layers, it returns the last one."""
+    if every < 1:
+        raise ValueError(f"Expected `every` of at least 1, got {every}.")
     step = min(every, num_layers)
     return list(range(step - 1, num_layers, step))
 
