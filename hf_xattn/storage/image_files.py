@@ -192,12 +192,8 @@ def load_image_cache(path: str | Path, model: Any) -> ImageCache:
     _check_model(model)
     if not Path(path).is_file():
         raise FileNotFoundError(f"Expected `path` to be a file, got {path}, which does not exist.")
-    try:
-        headers = read_headers([Path(path)], {}, where=str(Path(path).parent))
-        opened = safe_open(str(path), framework="pt")
-    except (ValueError, SafetensorError) as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    with opened as file:
+    headers = read_headers([Path(path)], {}, where=str(Path(path).parent))  # raises an error for a damaged file
+    with safe_open(str(path), framework="pt") as file:
         metadata, identity = file.metadata() or {}, model.image_identity()
         if metadata.get("format") not in FORMATS:
             raise ValueError(
