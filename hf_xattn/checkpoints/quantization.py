@@ -81,12 +81,20 @@ def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None
     if quantizer is None:
         return
     if _is_gguf(quantizer) and first_quantized(text_model) is None:
-        _forget_quantizer(text_model, model)
+        # The GGUF loader also marks a model as quantized if it has unpacked the weights.
+        quantizer.remove_quantization_config(text_model)
+        configs = [model.config, model.config.get_text_config()]
+        for config in (*configs, *(part.config for part in text_model.modules() if isinstance(part, PreTrainedModel))):
+            for name in ("quantization_config", "_is_quantized"):
+                vars(config).pop(name, None)
         return
     quantizer = copy.copy(quantizer)
     field = _skip_field(quantizer.quantization_config)
     if field is not None:
-        skipped = [*(TEXT + re.escape(name) for name in _unquantized(text_model)), *KEPT]
+        blocks = {id(part) for block in cross_attention_blocks(text_model) for part in block.modules()}
+        linear = ((n, m) for n, m in text_model.named_modules() if isinstance(m, (nn.Linear, Conv1D)))
+        left_alone = (n for n, m in linear if id(m) not in blocks and not is_quantized(m.weight))
+        skipped = [*(TEXT + re.escape(name) for name in left_alone), *KEPT]
         quantizer.quantization_config = _with_skips(quantizer.quantization_config, field, skipped)
         quantizer.modules_to_not_convert = skipped
     _give(quantizer, text_model, model)
@@ -111,17 +119,6 @@ def _give(quantizer: Any, source: PreTrainedModel, model: Any) -> None:
 
 def _is_gguf(quantizer: Any) -> bool:
     return quantizer.quantization_config.quant_method == QuantizationMethod.GGUF
-
-
-def _forget_quantizer(text_model: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Removes the marks of the GGUF loader, which also marks a model as quantized if it has unpacked the weights."""
-    text: Any = text_model
-    text.hf_quantizer.remove_quantization_config(text)
-    configs = [model.config, model.config.get_text_config()]
-    configs += [part.config for part in text.modules() if isinstance(part, PreTrainedModel)]
-    for config in configs:
-        for name in ("quantization_config", "_is_quantized"):
-            vars(config).pop(name, None)
 
 
 def share_quantizer(source: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -230,11 +227,3 @@ def _with_skips(quantization_config: Any, field: str, skipped: list[str]) -> Any
     quantization_config = copy.copy(quantization_config)
     setattr(quantization_config, field, skipped)
     return quantization_config
-
-
-def _unquantized(text_model: nn.Module) -> Iterator[str]:
-    """Yields the names of the linear layers that the quantizer of a text model has left alone, without the blocks."""
-    blocks = {id(part) for block in cross_attention_blocks(text_model) for part in block.modules()}
-    for name, module in text_model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)) and id(module) not in blocks and not is_quantized(module.weight):
-            yield name

@@ -17,7 +17,7 @@ from ..images.connector import XAttnConnector
 from ..layers.block import GatedCrossAttentionBlock
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..utils.checkpoint_files import read_headers
-from .conversion import block_name, check_names, check_shape
+from .conversion import block_names, check_names, check_shape
 
 
 def shape_of(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...]:
@@ -204,4 +204,4 @@ def block_options(
 def _block_names(text: PreTrainedModel, places: list[int]) -> list[str]:
     _, layers = find_decoder(text)
     stack = next(name for name, module in text.named_modules() if module is layers)
-    return [block_name(f"model.text_model.{stack}", place, len(layers)) for place in places]
+    return block_names(f"model.text_model.{stack}", places, len(layers))

@@ -87,19 +87,15 @@ def renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
     return next((match.expand(replacement) for match, replacement in matches if match is not None), None)
 
 
-def block_name(layers: str, place: int, num_layers: int) -> str:
-    """Returns the name of the only block in front of layer `place`. A `place` of `num_layers` means the block after the
-    last layer.
+def block_names(layers: str, places: list[int], num_layers: int) -> list[str]:
+    """Returns the name of each block. `places` are the `cross_attention_layers` of the configuration. A place of
+    `num_layers` means behind the last layer.
     """
     before, after = BLOCKS
-    return f"{layers}.{place}.{before}" if place < num_layers else f"{layers}.{num_layers - 1}.{after}"
-
-
-def block_names(layers: str, places: list[int], num_layers: int) -> list[str]:
-    """Returns the name of each block. `places` are the `cross_attention_layers` of the configuration."""
     names = []
     for index, place in enumerate(places):
-        name, here = block_name(layers, place, num_layers), blocks_at(places, place)
+        name = f"{layers}.{place}.{before}" if place < num_layers else f"{layers}.{num_layers - 1}.{after}"
+        here = blocks_at(places, place)
         names.append(name if len(here) == 1 else f"{name}.{here.index(index)}")
     return names
 

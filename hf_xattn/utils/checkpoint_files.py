@@ -116,18 +116,16 @@ def weight_files(
             folder.
     """
     single, index_file = (folder / _variant(name, variant) for name in (WEIGHTS, INDEX))
-    if named is None:
-        refuse_two_saves(single, index_file)
-    else:
+    if named is not None:
         single, index_file = (folder / "", folder / named) if named.endswith(".json") else (folder / named, folder / "")
+    elif single.is_file() and index_file.is_file():  # transformers leaves an index without its shards
+        shards = sorted({folder / file for file in read_index(index_file).values()} - {single})
+        _check_one_save(folder, [single, *filter(Path.is_file, shards)])
     index: dict[str, str] = {}
     if named is None and (ranks := sorted(folder.glob(SHARDS_OF_RANKS))):
         files = ranks
-        if others := [path.name for shards in ("", SHARDS) for path in folder.glob(f"model{shards}.safetensors")]:
-            raise ValueError(
-                f"{folder} holds weights twice, in {ranks[0].name} and {others[0]}. Remove those of the older save, or "
-                "save again in another folder."
-            )
+        others = [path for ending in ("", SHARDS) for path in folder.glob(f"model{ending}.safetensors")]
+        _check_one_save(folder, [ranks[0], *others])
     elif single.is_file() or single.is_symlink():
         files = [single]
     elif index_file.is_file() or index_file.is_symlink():
@@ -141,19 +139,13 @@ def weight_files(
     return files, index
 
 
-def refuse_two_saves(single: Path, index_file: Path) -> None:
-    """Raises a `ValueError` for a file with all weights beside shards, because one of them is left from an older save.
-
-    An index without its shards is allowed. transformers leaves it beside a single file.
-    """
-    if not (single.is_file() and index_file.is_file()):
-        return
-    if shard := next(filter(Path.is_file, (single.parent / file for file in read_index(index_file).values())), None):
-        if shard != single:
-            raise ValueError(
-                f"{single.parent} holds weights twice, in {single.name} and in {shard.name}, which {index_file.name} "
-                "names. Remove those of the older save, or save again in another folder."
-            )
+def _check_one_save(folder: Path, files: list[Path]) -> None:
+    """Raises a `ValueError` if there are files of two saves, of which one is older."""
+    if len(files) > 1:
+        raise ValueError(
+            f"{folder} holds weights twice, in {files[0].name} and in {files[1].name}. Remove those of the older save, "
+            "or save again in another folder."
+        )
 
 
 def _variant(name: str, variant: str | None) -> str:

@@ -47,19 +47,12 @@ class Step(NamedTuple):
     masked: tuple[Masked, ...] = ()  # the prompts that need a mask
 
 
-def request_of_token(query_start_loc: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Returns the index of the request to which each token belongs, `(tokens,)`.
-
-    No value is read on the host, so that the step could be recorded as a CUDA graph.
-    """
-    places = torch.arange(num_tokens, device=query_start_loc.device, dtype=query_start_loc.dtype)
-    index = torch.searchsorted(query_start_loc[1:], places, right=True)
-    return index.clamp(max=query_start_loc.shape[0] - 2)
-
-
 def read_step(metadata: Any, num_tokens: int) -> Step:
     """Reads a step without new images. `metadata` is the engine's metadata of a cross-attention layer."""
-    requests = request_of_token(metadata.query_start_loc, num_tokens)
+    starts = metadata.query_start_loc
+    places = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
+    # No value is read on the host, so that the step could be recorded as a CUDA graph.
+    requests = torch.searchsorted(starts[1:], places, right=True).clamp(max=starts.shape[0] - 2)
     visible = (metadata.seq_lens > 0)[requests][:, None]
     return Step(visible, visible)
 
