@@ -164,6 +164,7 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
         fps (`float`, *optional*): number of frames per second to take. Only for a video file.
 
     Raises:
+        TypeError: for a video of any other type.
         ValueError: for a video without frames or with more than `LIMITS.max_frames`, for a file that is not a video or
             is broken, and for `fps` without a video file.
         ImportError: for a video file if no decoder is installed.
@@ -174,6 +175,10 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
         return _frames_of_file(video, num_frames, fps)
     if fps is not None:
         raise ValueError("`fps` needs a video file, got frames, whose speed is not known. Pass `num_frames` instead.")
+    if not isinstance(video, (list, tuple)) and not is_array(video):
+        raise TypeError(
+            f"Expected each of `videos` to be an array of frames, a list or a file, got {type_name(video)}."
+        )
     if is_array(video) and video.ndim != 4:
         raise ValueError(
             "Expected each of `videos` to have 4 axes, (frames, height, width, channels) or (frames, channels, height, "

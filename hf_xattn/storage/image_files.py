@@ -46,7 +46,7 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
         [`ImageCache`]: the image rows of all caches, in order.
 
     Raises:
-        TypeError: if `caches` is not a list of caches.
+        TypeError: if `caches` is not a list of one cache or more.
         ValueError: if a cache holds no images, or if the caches come from different models, differ in `cache_dtype`, or
             hold images with different numbers of tokens.
 
@@ -64,6 +64,8 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
     >>> both = hf_xattn.combine_images([one, two])  # a batch of two rows
     ```
     """
+    if not isinstance(caches, Sequence) or not caches:
+        raise TypeError(f"Expected `caches` to be a list of one image cache or more, got {caches!r:.60}.")
     parts = [images_of(f"caches[{index}]", cache) for index, cache in enumerate(caches)]
     makers = {cross.made_by for cross, _ in parts}
     for what, found in (

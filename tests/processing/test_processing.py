@@ -123,6 +123,7 @@ WRONG = {
     "twice_nested": ((), {"text": "a", "images_kwargs": {"padding": True}}, "`padding`"),
     "audio": ((), {"text": "a", "audio": [0.0]}, "argument `audio`"),
     "audio_kwargs": ((), {"text": "a", "audio_kwargs": {"sampling_rate": 1}}, "argument `audio_kwargs`"),
+    "video": ((), {"text": "a", "videos": [3]}, "`videos`.*array of frames.*got int"),
     "dtype": ((), {"text": "a", "images": np.full((4, 4, 3), "x")}, "`images` to hold numbers"),
 }
 
