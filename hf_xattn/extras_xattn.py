@@ -32,7 +32,7 @@ from .parts.perceiver import XAttnNumberingMixin, perceiver
 from .parts.position_bias import relative_position_bucket
 from .parts.tiles import Tiles
 from .parts.vocabulary import XAttnVocabularyMixin
-from .storage.image_store import XAttnStoreDelegationMixin, XAttnStoreMixin
+from .storage.image_store import XAttnStoreMixin
 from .storage.int8_states import Int8States
 
 
@@ -51,5 +51,5 @@ class XAttnExtrasMixin(
     """The extras of [`XAttnModel`]."""
 
 
-class XAttnOuterExtrasMixin(XAttnStoreDelegationMixin, XAttnVocabularyMixin):
+class XAttnOuterExtrasMixin(XAttnStoreMixin, XAttnVocabularyMixin):
     """The extras of [`XAttnForConditionalGeneration`]."""

@@ -28,7 +28,7 @@ from .utils.keywords import refuse_unknown
 from .utils.stub import NamesItsStub, own_code, references, write_stub
 from .utils.tensor_checks import type_name
 from .utils.transformers_api import has, needs
-from .utils.whole_folder import WholeFolder, refuse_unfinished
+from .utils.whole_folder import refuse_unfinished, whole_folder
 
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             return super().save_pretrained(save_directory, push_to_hub, **kwargs)
         # The manifest of the folder has the digest of the stub, so the stub must not change.
         keeps_stub = (Path(save_directory) / MANIFEST).is_file()
-        with WholeFolder(save_directory, None if keeps_stub else own_code) as fresh:
+        with whole_folder(save_directory, None if keeps_stub else own_code) as fresh:
             if not keeps_stub:
                 write_stub(fresh, target=Path(save_directory))
             written = super().save_pretrained(fresh, **kwargs)
@@ -187,7 +187,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         """
         if text is None and images is None and videos is None:
             raise ValueError("Expected `text`, `images` or both, got neither.")
-        texts = None if text is None else read_texts(text, images)
+        texts = None if text is None else read_texts(text)
         merged = self._merged(kwargs)
         return_tensors = merged["text_kwargs"].pop("return_tensors", return_tensors)
         if return_tensors not in ("pt", "np", None):

@@ -32,7 +32,7 @@ from ..utils.checkpoint_files import CARD, read_headers, read_json, short
 from ..utils.distributed import saved_by_one
 from ..utils.keywords import CONFIG_KEYWORDS, FILE_KEYWORDS, HUB_KEYWORDS, LOAD_KEYWORDS, given
 from ..utils.tensor_checks import first_quantized, is_quantized, plain_tensors
-from ..utils.whole_folder import WholeFolder
+from ..utils.whole_folder import whole_folder
 from ..version import __version__
 from .bases import BaseSource, base_of, load_text, load_vision, named_base
 from .folders import MANIFEST, WEIGHTS, check_target, find_file, find_manifest, name_of_dtype, weight_files_of
@@ -125,8 +125,7 @@ class SmallCheckpoint:
         for _, argument, load in PARTS:
             state |= self._weights_of_base(argument, load, named[argument], config, apart)
         state |= self.added()
-        if apart.get("generation_config") is None:
-            apart["generation_config"] = self._generation_config()
+        apart["generation_config"] = apart.get("generation_config") or self._generation_config()
         kept = {name: value for name, value in apart.items() if name not in (*CONFIG_KEYWORDS, "adapter_kwargs")}
         return {**rest, **kept, "config": config, "state_dict": state}
 
@@ -155,11 +154,7 @@ class SmallCheckpoint:
     ) -> PreTrainedModel:
         """Loads a base. Raises a `ValueError` if it is not the one that the model was saved with."""
         record, source = self.manifest[argument], named or BaseSource.of_record(self.manifest[argument])
-        if source.is_gone():
-            raise ValueError(
-                f"{self.name} was saved without the weights of its base {source}, where there is no {source.kind} now. "
-                f"Pass `{argument}=` to `from_pretrained`, the Hub id or folder of that base."
-            )
+        source.check_there(f"{self.name} was saved without the weights of its base", argument)
         try:
             base = source.load(load, dtype=getattr(torch, record["dtype"]), **hub)
         except OSError as error:
@@ -309,7 +304,7 @@ def save_small(
         config = held.hf_quantizer.quantization_config
         manifest["quantization_config"] = json.loads(config.to_json_string(use_diff=False))
     added = {name: _whole(model, name, tensor) for name, tensor in state.items()}
-    with WholeFolder(target, weight_files_of) as fresh:
+    with whole_folder(target, weight_files_of) as fresh:
         if (target / CARD).is_file():  # written anew only if no person has changed it
             shutil.copy2(target / CARD, fresh / CARD)
         # Loading puts these weights in place of those of a base in memory, so they are saved under the names in memory.
@@ -344,11 +339,7 @@ def check_bases(model: PreTrainedModel, bases: dict[str, Any] | None = None) -> 
                 f"`adapter_only=True`: the {name} was not loaded from a checkpoint, so it cannot be fetched again. "
                 f"Save it to a folder and pass `{argument}=`, the Hub id or folder of its weights."
             )
-        if source.is_gone():
-            raise ValueError(
-                f"`adapter_only=True`: the base of the {name} is {source}, where there is no {source.kind} now. Pass "
-                f"`{argument}=`, its Hub id or folder."
-            )
+        source.check_there(f"`adapter_only=True`: the base of the {name} is", argument)
         sources[name] = source
     return sources
 
@@ -393,25 +384,13 @@ def _take_base_out_of(
 
 
 def _take_scales_out_of(state: dict[str, torch.Tensor], prefix: str, theirs: dict[str, torch.Tensor]) -> None:
-    """Removes the scales of 4-bit weights that equal those of the base. They may differ: on a CPU, bitsandbytes rounds
-    the scales of a model that has run.
+    """Removes the scales of 4-bit weights whose packed values equal those of the base. The scales are not compared,
+    because on a CPU, bitsandbytes rounds the scales of a model that has run.
     """
     for name in [name for name in state if name.startswith(prefix) and ".weight." in name]:
         weight = name[: name.rindex(".weight.") + len(".weight")].removeprefix(prefix)
-        if prefix + weight in state or not is_quantized(theirs.get(weight, torch.empty(0))):
-            continue
-        ours, scales = state[name], theirs.get(name.removeprefix(prefix))
-        if scales is None or not (ours.is_floating_point() and scales.is_floating_point()) or _close(ours, scales):
+        if prefix + weight not in state and is_quantized(theirs.get(weight, torch.empty(0))):
             del state[name]
-
-
-def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether scales of a quantized weight are equal up to rounding to bfloat16, also if they are transposed."""
-    orders = (ours.flatten(), ours.t().flatten()) if ours.dim() == 2 else (ours.flatten(),)
-    expected = theirs.flatten().float().cpu()
-    return ours.numel() == theirs.numel() and any(
-        torch.allclose(order.float().cpu(), expected, rtol=2**-7, atol=0) for order in orders
-    )
 
 
 def _whole(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:

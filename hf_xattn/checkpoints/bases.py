@@ -83,6 +83,11 @@ class BaseSource:
     gguf_file: str | None = None
 
     @classmethod
+    def named(cls, name: str, *where: str | None) -> BaseSource:
+        """Returns a base by its name. The path of a folder becomes absolute."""
+        return cls(os.path.abspath(name) if os.path.isdir(name) else name, *where)
+
+    @classmethod
     def of_record(cls, record: dict[str, Any]) -> BaseSource:
         """Reads the entries of [`record`] in a manifest."""
         return cls(record["name_or_path"], record["revision"], record["subfolder"], record.get("gguf_file"))
@@ -105,10 +110,6 @@ class BaseSource:
         return load(self.name, **given(WHERE, vars(self)), **load_kwargs)
 
     @property
-    def kind(self) -> str:
-        return "folder" if self.gguf_file is None else "file"
-
-    @property
     def folder(self) -> str:
         """The folder of its files, if the base is on this machine."""
         return os.path.join(self.name, self.subfolder or "")
@@ -116,12 +117,16 @@ class BaseSource:
     def __str__(self) -> str:
         return self.name if self.gguf_file is None else os.path.join(self.name, self.subfolder or "", self.gguf_file)
 
-    def is_gone(self) -> bool:
-        """Whether this is a folder or a file of this machine that no longer exists. A Hub id, which has at most one
-        slash, is never gone.
+    def check_there(self, what: str, argument: str) -> None:
+        """Raises a `ValueError` for a folder or a file of this machine that no longer exists. A Hub id has at most one
+        slash. `what` begins the message.
         """
-        is_path = os.path.isabs(self.name) or self.name.count("/") > 1 or os.path.isdir(self.name)
-        return is_path and not (os.path.isdir(self.name) if self.gguf_file is None else os.path.isfile(str(self)))
+        kind, exists = ("folder", os.path.isdir) if self.gguf_file is None else ("file", os.path.isfile)
+        is_path = os.path.isabs(self.name) or self.name.count("/") > 1
+        if is_path and not exists(str(self)):
+            raise ValueError(
+                f"{what} {self}, where there is no {kind} now. Pass `{argument}=`, the Hub id or folder of that base."
+            )
 
     def resolved(self, **hub: Any) -> BaseSource:
         """Returns the same base with the commit that its revision means now. A folder keeps its revision."""
@@ -137,22 +142,18 @@ def note_base(config: PreTrainedConfig, source: str | Path | PreTrainedModel, lo
         load_kwargs (`dict`): keyword arguments of `from_pretrained`.
     """
     if isinstance(source, PreTrainedModel):
-        name, where = source.config.name_or_path, {"gguf_file": gguf_file_of(source)}
-        where |= {key: getattr(config, f"base_{key}", None) for key in ("revision", "subfolder")}
+        name = source.config.name_or_path
+        where = [getattr(config, f"base_{key}", None) for key in WHERE[:2]] + [gguf_file_of(source)]
     else:
-        name = str(source)
-        where = {key: load_kwargs.get(key) or None for key in WHERE}
+        name, where = str(source), [load_kwargs.get(key) or None for key in WHERE]
     if name:
-        BaseSource(os.path.abspath(name) if os.path.isdir(name) else name, **where).note_in(config)
+        BaseSource.named(name, *where).note_in(config)
 
 
 def base_of(config: PreTrainedConfig) -> BaseSource | None:
     """Returns the checkpoint that the configuration of a part names. None if it names none."""
     name = config.name_or_path
-    if not name:
-        return None
-    name = os.path.abspath(name) if os.path.isdir(name) else name
-    return BaseSource(name, *(getattr(config, f"base_{key}", None) for key in WHERE))
+    return BaseSource.named(name, *(getattr(config, f"base_{key}", None) for key in WHERE)) if name else None
 
 
 def named_base(argument: str, named: str | os.PathLike[str] | None) -> BaseSource | None:
@@ -163,7 +164,7 @@ def named_base(argument: str, named: str | os.PathLike[str] | None) -> BaseSourc
     if argument == "text_base" and is_gguf_path(name):
         folder, where = split_gguf(argument, name, {})
         return BaseSource(folder, **where)
-    return BaseSource(os.path.abspath(name) if os.path.isdir(name) else name)
+    return BaseSource.named(name)
 
 
 def text_config_of(
@@ -282,10 +283,8 @@ def is_composite(config: PreTrainedConfig) -> bool:
 
 
 def text_half_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns the configuration of the decoder in a larger model.
-
-    Raises:
-        ValueError: if transformers has no causal language model for the decoder.
+    """Returns the configuration of the decoder in a larger model. Raises a `ValueError` if transformers has no causal
+    language model for the decoder.
     """
     text_config = config.get_text_config(decoder=True)
     if type(text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -297,15 +296,13 @@ def text_half_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def composite_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Returns the class that loads a checkpoint of a larger model with its head.
-
-    Raises:
-        ValueError: if transformers registers no such class.
+    """Returns the class that loads a checkpoint of a larger model with its head. Raises a `ValueError` if transformers
+    registers no such class.
     """
+    mapping: Any
     for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
-            found: Any = mapping[type(config)]
-            return found
+            return mapping[type(config)]
     raise ValueError(
         f"Expected `text` to be a language model, got a {config.model_type!r} checkpoint, for which transformers has "
         "no class that generates text. A vision model goes into `vision`."
@@ -345,8 +342,7 @@ def text_half(model: PreTrainedModel) -> PreTrainedModel:
     if bool(getattr(text.config, "tie_word_embeddings", tied)) != tied:
         text.config.tie_word_embeddings = tied
         text.all_tied_weights_keys = text.get_expanded_tied_weights_keys(all_submodels=True)
-    left = [name for name, parameter in text.named_parameters() if parameter.is_meta]
-    if left:
+    if left := [name for name, parameter in text.named_parameters() if parameter.is_meta]:
         raise ValueError(f"{type(model).__name__} holds no weights for {left} of {type(text).__name__}.")
     if getattr(model, "generation_config", None) is not None:
         text.generation_config = model.generation_config

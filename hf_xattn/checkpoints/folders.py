@@ -33,7 +33,6 @@ from ..utils.checkpoint_files import (
 )
 from ..utils.config_checks import check_fields, check_layer_count, is_quantized
 from ..utils.keywords import FILE_KEYWORDS, given
-from ..utils.parts import ValuesComeLater
 from ..utils.tensor_checks import is_quantized as is_quantized_weight
 from ..utils.transformers_api import has, needs
 from ..utils.whole_folder import refuse_unfinished
@@ -120,7 +119,7 @@ def check_size(
     """
     build = getattr(model_class, "from_config", None) or model_class._from_config
     try:
-        with torch.device("meta"), ValuesComeLater():
+        with torch.device("meta"):
             model = build(copy.deepcopy(config))
     except Exception:
         return

@@ -60,16 +60,16 @@ def split_gguf(name: str, source: Source, load_kwargs: dict[str, Any]) -> tuple[
         ValueError: for a `gguf_file` beside a loaded model.
     """
     file = load_kwargs.get("gguf_file")
-    if file is None:
-        load_kwargs = {key: value for key, value in load_kwargs.items() if key != "gguf_file"}
-        if not is_gguf_path(source):
-            return source, load_kwargs
-        folder, file = os.path.split(os.path.abspath(source))
-        load_kwargs.pop("subfolder", None)
-        return folder, {**load_kwargs, "gguf_file": file}
-    if isinstance(source, PreTrainedModel):
-        raise ValueError(f"`gguf_file` ({file}) names a file to load, but `{name}` is loaded already. Leave it out.")
-    return source, {**load_kwargs, "gguf_file": os.fspath(file)}
+    if file is not None:
+        if isinstance(source, PreTrainedModel):
+            raise ValueError(
+                f"`gguf_file` ({file}) is for a file to load, but `{name}` is loaded already. Leave it out."
+            )
+        return source, {**load_kwargs, "gguf_file": os.fspath(file)}
+    if not is_gguf_path(source):
+        return source, {key: value for key, value in load_kwargs.items() if key != "gguf_file"}
+    folder, file = os.path.split(os.path.abspath(source))
+    return folder, {**{key: value for key, value in load_kwargs.items() if key != "subfolder"}, "gguf_file": file}
 
 
 def gguf_path(source: str | Path, load_kwargs: dict[str, Any]) -> Path:

@@ -321,7 +321,7 @@ def describe(model: ModelWithBlocks) -> dict[str, Any]:
     added = sum(map(_num_parameters, model.blocks))
     text = _num_parameters(model.base_model.text_model) - added
     vision, connector = _num_parameters(model.base_model.vision_tower), _num_parameters(model.base_model.connector)
-    dtype = block_dtype(model)
+    dtype = model.blocks[0].attn.k_proj.weight.dtype  # of keys and values
     tokens = tokens_per_image(model)
     per_token = key_value_bytes_per_token(block, len(layers), dtype)
     heads = f"{block.num_attention_heads}/{block.num_key_value_heads} heads of {block.head_dim}"
@@ -354,14 +354,10 @@ def is_fresh(model: ModelWithBlocks) -> bool:
         return False
     last = [block.attn.o_proj for block in model.blocks]
     last += [block.mlp.down_proj for block in model.blocks if block.mlp is not None]
-    if config.zero_init:
-        weights = [module.weight for module in last]
-    else:
-        gates = [gate for block in model.blocks for gate in (block.attn_gate, block.mlp_gate)]
-        if not all(isinstance(gate, nn.Parameter) or gate is None for gate in gates):
-            return False  # a block of a user's own class, of which it is not known which weights make it zero
-        weights = [gate for gate in gates if isinstance(gate, nn.Parameter)]
-    # Sharded weights cannot be read by one process alone. A projection of zeros with an adapter adds something.
+    gates = [gate for block in model.blocks for gate in (block.attn_gate, block.mlp_gate) if gate is not None]
+    weights: list[Any] = [module.weight for module in last] if config.zero_init else gates
+    # A gate of a user's own class has weights of which it is not known which ones make it zero. Sharded weights cannot
+    # be read by one process alone. A projection of zeros with an adapter adds something.
     whole = all(type(weight) is nn.Parameter and not weight.is_meta and weight.numel() for weight in weights)
     return whole and all(type(module) is nn.Linear for module in last) and not any(bool(each.any()) for each in weights)
 
@@ -378,8 +374,3 @@ def blindness(model: ModelWithBlocks) -> str | None:
 
 def _num_parameters(module: nn.Module | None) -> int:
     return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
-
-
-def block_dtype(model: ModelWithBlocks) -> torch.dtype:
-    """Returns the dtype of the keys and values."""
-    return model.blocks[0].attn.k_proj.weight.dtype

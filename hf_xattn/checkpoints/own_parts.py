@@ -21,7 +21,6 @@ from transformers.utils import logging
 from ..decoders.insertion import BLOCKS
 from ..parts.vocabulary import vocabulary_options
 from ..utils.distributed import is_sharded_by_transformers
-from ..utils.parts import ValuesComeLater
 
 
 logger = logging.get_logger(__name__)
@@ -55,20 +54,12 @@ def refuse_own_parts(model: PreTrainedModel) -> None:
                 f"`save_pretrained` cannot save what `torch.compile` returned ({path}): it has renamed the weights, so "
                 "loading would not find them. Use `part.compile()`, which compiles a module in its place."
             )
-    new = skeleton_of(model)
-    if new is not None and (wrong := next(_wrong_parts(model, new), None)) is not None:
+    for path, name, built, loaded in chain(_differing_parts(model), _differing_configs(body)):
         raise ValueError(
-            f"`save_pretrained` cannot save a part of your own: {wrong}. A folder names no such parts, so it would "
-            "load with the expected one. Save the weights of this part by themselves (`torch.save(part.state_dict(), "
-            "file)`), and the model with the expected part in its place. Connectors, gates and position encodings of "
-            "your own can be given names: see `register_connector`, `register_gate` and `register_position`. Or create "
-            "the part in `__init__` of a subclass of the model, which then loads what it saves."
-        )
-    wrong = next(chain(_wrong_settings(body), () if new is None else _wrong_values(model, new)), None)
-    if wrong is not None:
-        raise ValueError(
-            f"`save_pretrained` cannot save {wrong}. A part is built once: a later change of the configuration does "
-            "not reach it, and the folder would load as another model. Set the same value in both."
+            f"`save_pretrained` cannot save `{path}`: its {name} is {built}, and loaded from the folder it would be "
+            f"{loaded}. A part is built once, so a later change of the configuration does not reach it: set the same "
+            "value in both. A folder records no part of your own: register a connector, a gate or a position encoding "
+            "under a name (`register_connector`, ...), or create the part in `__init__` of a subclass of the model."
         )
 
 
@@ -85,7 +76,6 @@ def warn_before_training(model: PreTrainedModel) -> None:
         refuse_own_parts(model)
     except ValueError as error:
         logger.warning(f"This model trains, but {error}")
-    warn_of_tower(model)
     if getattr(model, "_hf_peft_config_loaded", False):
         warn_of_weights_left_out(model)
 
@@ -93,7 +83,7 @@ def warn_before_training(model: PreTrainedModel) -> None:
 def skeleton_of(model: PreTrainedModel) -> PreTrainedModel | None:
     """Builds the model as loading would, without weights. Returns None if this needs code that may not run here."""
     try:
-        with torch.device("meta"), ValuesComeLater():
+        with torch.device("meta"):
             new = _class_of(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)  # type: ignore[attr-defined]
             return new.eval()  # the card runs it on one image, which batch norm refuses in training mode
     except (RuntimeError, TypeError, ValueError) as error:
@@ -119,59 +109,51 @@ def _compared(model: Any) -> dict[str, nn.Module]:
     }
 
 
-def _wrong_parts(model: Any, new: Any) -> Iterator[str]:
-    """Yields a message for each part or module of `model` whose class differs from that in `new`."""
-    found, expected = _compared(model), _compared(new)
-    for path in sorted(found.keys() | expected.keys()):
-        kind, right = (_class_of(each.get(path)) for each in (found, expected))
-        if kind is right or kind.__module__.startswith("peft."):
-            continue
-        if path in ("text_model", "vision_tower") and issubclass(kind, PreTrainedModel):
-            # These are allowed: another class of the same model type, such as a tower with a projection, which loads
-            # without the projection; and a class of custom code, which is saved beside the weights.
-            of_same_type = kind.__module__.startswith("transformers.") and kind.config_class is getattr(
-                right, "config_class", None
-            )
-            if of_same_type or kind.is_remote_code():
-                continue
-        yield f"`{path}` is a {kind.__module__}.{kind.__qualname__}, expected a {right.__name__}"
-
-
-def _wrong_values(model: Any, new: Any) -> Iterator[str]:
-    """Yields a message for each setting or shape that modules of connector and blocks were built with, if `new`, which
-    is built from the configuration, has another one.
+def _differing_parts(model: Any) -> Iterator[tuple[str, str, Any, Any]]:
+    """Yields what is different in a model that is built from the configuration: the path of a part, `class`, `shape` or
+    the name of a setting, the value in `model`, and the other value.
     """
+    if (new := skeleton_of(model)) is None:
+        return
     found, expected, body = _compared(model), _compared(new), model.base_model
     cut = is_sharded_by_transformers(model) or any("_fsdp_wrapped_module" in path for path, _ in body.named_modules())
-    for path, module in found.items():
-        if path in ("model", "text_model", "vision_tower"):
-            continue
-        for name in SETTINGS:
-            ours, theirs = (vars(each).get(name) for each in (module, expected[path]))
-            if ours != theirs:
-                yield f"`{path}`: it was built with {name}={ours!r}, which is {theirs!r} in the configuration"
-        weights = [dict(each.named_parameters(recurse=False)) for each in (module, expected[path])]
-        for name in sorted({*weights[0], *weights[1]}):
-            ours, theirs = (_shape_of(each.get(name)) for each in weights)
-            if ours != theirs and not cut:
-                yield f"`{path}.{name}`: it was built {ours}, and a new one is built {theirs}"
+    for path in sorted(found.keys() | expected.keys()):
+        parts = found.get(path), expected.get(path)
+        kind, right = map(_class_of, parts)
+        if kind is not right and not kind.__module__.startswith("peft.") and not _is_allowed(path, kind, right):
+            yield path, "class", f"{kind.__module__}.{kind.__qualname__}", right.__name__
+        elif kind is right and path not in ("model", "text_model", "vision_tower"):
+            for name in SETTINGS:
+                ours, theirs = (vars(part).get(name) for part in parts)
+                if ours != theirs:
+                    yield path, name, ours, theirs
+            weights = [dict(part.named_parameters(recurse=False)) for part in parts if part is not None]
+            for name in () if cut else sorted({*weights[0], *weights[1]}):
+                shapes = [None if name not in each else tuple(each[name].shape) for each in weights]
+                if shapes[0] != shapes[1]:
+                    yield f"{path}.{name}", "shape", shapes[0], shapes[1]
     for name, built in vocabulary_options(body.text_model).items():
         if built != (saved := getattr(body.config, name)):
-            yield f"`text_model`: it was built with {name}={built!r}, which is {saved!r} in the configuration"
+            yield "text_model", name, built, saved
 
 
-def _shape_of(weight: torch.Tensor | None) -> str:
-    return "without it" if weight is None else f"with shape {tuple(weight.shape)}"
+def _is_allowed(path: str, kind: Any, right: type) -> bool:
+    """Whether a text model or a tower may be of another class: of the same model type, such as a tower with a
+    projection, which loads without the projection; or of custom code, which is saved beside the weights.
+    """
+    if path not in ("text_model", "vision_tower") or not issubclass(kind, PreTrainedModel):
+        return False
+    of_type = kind.__module__.startswith("transformers.") and kind.config_class is getattr(right, "config_class", None)
+    return of_type or kind.is_remote_code()
 
 
-def _wrong_settings(body: Any) -> Iterator[str]:
-    """Yields a message for each setting of the text model or the tower that differs from the configuration."""
+def _differing_configs(body: Any) -> Iterator[tuple[str, str, Any, Any]]:
+    """Yields what [`_differing_parts`] does, for settings of the text model and the tower."""
     for name, kept in (("text_model", "text_config"), ("vision_tower", "vision_config")):
         built, saved = getattr(getattr(body, name), "config", None), getattr(body.config, kept)
         if built is not None and saved is not None and built is not saved:
             for key in differing_settings(built, saved):
-                ours, theirs = (getattr(config, key, None) for config in (built, saved))
-                yield f"`{name}`: it was built with {key}={ours!r}, which is {theirs!r} in `config.{kept}`"
+                yield name, key, getattr(built, key, None), getattr(saved, key, None)
 
 
 def differing_settings(one: PreTrainedConfig, other: PreTrainedConfig) -> list[str]:
@@ -193,9 +175,8 @@ def refuse_adapter_layers(module: nn.Module, what: str, remedy: str) -> None:
 def adapter_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the layers of a module that have an adapter or are in `modules_to_save`, with their names."""
     for name, part in module.named_modules():
-        if isinstance(
-            getattr(part, "_disable_adapters", None), bool
-        ):  # PEFT's layers have it, a `PreTrainedModel` has not
+        # PEFT's layers have it, and a `PreTrainedModel` has not.
+        if isinstance(getattr(part, "_disable_adapters", None), bool):
             yield name, part
 
 
@@ -221,26 +202,4 @@ def warn_of_weights_left_out(model: PreTrainedModel) -> None:
             f"{len(left)} weights train outside of the adapter, such as {left[0]}. With an adapter, `save_pretrained` "
             "saves the adapter alone, so what they learn is lost. To keep blocks and connector, name them in its "
             "configuration: `LoraConfig(..., modules_to_save=hf_xattn.added_modules(model))`."
-        )
-
-
-def warn_of_tower(model: PreTrainedModel) -> None:
-    """Warns once of an adapter whose short names, such as `"q_proj"`, also fit layers of the vision tower.
-
-    It is called when training begins, because PEFT calls no method of the model when it adds layers.
-    """
-    configs = vars(model).get("peft_config")
-    body: Any = model.base_model
-    if not isinstance(configs, dict) or body.vision_tower is None:
-        return
-    count, others = (
-        sum("base_layer" in part._modules for part in half.modules()) for half in (body.vision_tower, body.text_model)
-    )
-    targets = [getattr(config, "target_modules", None) or () for config in configs.values()]
-    names = {name for target in targets for name in ([target] if isinstance(target, str) else target)}
-    if count and others and not any("vision_tower" in name for name in names):
-        logger.warning_once(
-            f"The adapter trains {count} layers of the vision tower, too: its `target_modules` "
-            f"({', '.join(sorted(names)[:3])}) are ends of names, which layers of the tower have as well. For the text "
-            "model alone pass `target_modules=hf_xattn.lora_targets(model)`."
         )

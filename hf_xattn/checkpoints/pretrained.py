@@ -151,9 +151,8 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         return self
 
     def _keep_frozen_in_eval(self: Any) -> None:
-        for part in (self.text_model, self.connector, self.vision_tower):
-            if part is not None:
-                keep_frozen_in_eval(part)
+        for part in filter(None, (self.text_model, self.connector, self.vision_tower)):
+            keep_frozen_in_eval(part)
         if self.vision_tower is not None and not any(weight.requires_grad for weight in self.vision_tower.parameters()):
             self.vision_tower.eval()  # also with activation checkpointing: it has no gradients
 
@@ -242,7 +241,9 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         >>> model = XAttnForConditionalGeneration.from_pretrained("small", text_base=text_model)
         ```
         """
-        _refuse_splitting_of_old(kwargs)
+        for name in ("tp_plan", "tp_size", "device_mesh", "distributed_config"):
+            if kwargs.get(name) is not None and not has("_resolve_parallel_plans"):
+                raise ValueError(needs("_resolve_parallel_plans", f"`{name}`"))
         with trusting(pretrained_model_name_or_path, kwargs):
             if isinstance(config, XAttnConfig):
                 config.read_custom_code()
@@ -376,12 +377,6 @@ def _finish(model: Any, what: Any, load_kwargs: dict[str, Any]) -> None:
     finish_quantized(model)
     if (inner := getattr(model, "model", None)) is not None:  # for callers that generate with the text model alone
         inner.text_model.generation_config = model.generation_config
-
-
-def _refuse_splitting_of_old(load_kwargs: dict[str, Any]) -> None:
-    for name in ("tp_plan", "tp_size", "device_mesh", "distributed_config"):
-        if load_kwargs.get(name) is not None and not has("_resolve_parallel_plans"):
-            raise ValueError(needs("_resolve_parallel_plans", f"`{name}`"))
 
 
 def _initialize(module: nn.Module, owner: PreTrainedModel) -> None:

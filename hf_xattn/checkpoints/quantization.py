@@ -88,18 +88,23 @@ def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None
     if quantizer is None:
         return
     if _is_gguf(quantizer) and first_quantized(text_model) is None:
-        _forget_quantizer(text_model, model)
+        # The GGUF loader also marks a model as quantized if it has unpacked the weights.
+        quantizer.remove_quantization_config(text_model)
+        configs = [model.config, model.config.get_text_config()]
+        for config in (*configs, *(part.config for part in text_model.modules() if isinstance(part, PreTrainedModel))):
+            for name in ("quantization_config", "_is_quantized"):
+                vars(config).pop(name, None)
         return
     quantizer = copy.copy(quantizer)
     field = _skip_field(quantizer.quantization_config)
     if field is not None:
-        skipped = [*(TEXT + re.escape(name) for name in _unquantized(text_model)), *KEPT]
+        blocks = {id(part) for block in cross_attention_blocks(text_model) for part in block.modules()}
+        linear = ((n, m) for n, m in text_model.named_modules() if isinstance(m, (nn.Linear, Conv1D)))
+        left_alone = (n for n, m in linear if id(m) not in blocks and not is_quantized(m.weight))
+        skipped = [*(TEXT + re.escape(name) for name in left_alone), *KEPT]
         quantizer.quantization_config = _with_skips(quantizer.quantization_config, field, skipped)
         quantizer.modules_to_not_convert = skipped
-    config: Any = model.config
-    config.quantization_config = quantizer.quantization_config
-    share_quantizer(text_model, model)
-    model.hf_quantizer = quantizer
+    _give(quantizer, text_model, model)
 
 
 def return_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None:
@@ -109,25 +114,18 @@ def return_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> Non
         return
     if _skip_field(quantizer.quantization_config) is not None:
         quantizer.quantization_config = quantization_of_text(quantizer.quantization_config)
-    config: Any = text_model.config
-    config.quantization_config = quantizer.quantization_config
-    share_quantizer(model, text_model)
-    text_model.hf_quantizer = quantizer
+    _give(quantizer, model, text_model)
+
+
+def _give(quantizer: Any, source: PreTrainedModel, model: Any) -> None:
+    """Gives a quantizer, which is that of `source` with another list of layers, to a model."""
+    model.config.quantization_config = quantizer.quantization_config
+    share_quantizer(source, model)
+    model.hf_quantizer = quantizer
 
 
 def _is_gguf(quantizer: Any) -> bool:
     return quantizer.quantization_config.quant_method == QuantizationMethod.GGUF
-
-
-def _forget_quantizer(text_model: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Removes the marks of the GGUF loader, which also marks a model as quantized if it has unpacked the weights."""
-    text: Any = text_model
-    text.hf_quantizer.remove_quantization_config(text)
-    configs = [model.config, model.config.get_text_config()]
-    configs += [part.config for part in text.modules() if isinstance(part, PreTrainedModel)]
-    for config in configs:
-        for name in ("quantization_config", "_is_quantized"):
-            vars(config).pop(name, None)
 
 
 def share_quantizer(source: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -164,7 +162,8 @@ def check_requantizable(model: PreTrainedModel) -> None:
             f"The vision tower is quantized ({name}), and a saved model has one quantization, that of its text model. "
             f"{PRECISE_TOWER}"
         )
-    for part, module in _added(body):
+    added = [(f"block {block.layer_idx}", block) for block in cross_attention_blocks(body)]
+    for part, module in [*added, ("the connector", body.connector or nn.Identity())]:
         if name := first_quantized(module):
             raise ValueError(
                 f"The weights of {part} are quantized ({name}). Only those of the text model can be saved so. "
@@ -186,8 +185,8 @@ def check_requantizable(model: PreTrainedModel) -> None:
         )
     if field is None:
         raise ValueError(
-            f"Quantization with {_method(quantizer)} has no list of layers to leave alone, so loading would quantize "
-            f"the blocks too. {PRECISE_TEXT}"
+            f"{type(quantizer.quantization_config).__name__} has no list of layers to leave alone, so loading would "
+            f"quantize the blocks too. {PRECISE_TEXT}"
         )
     skipped = getattr(quantizer.quantization_config, field) or []
     for name, weight in body.named_parameters():
@@ -227,11 +226,6 @@ def without_quantizer(model: PreTrainedModel, keeps_config: bool) -> Iterator[No
         held.hf_quantizer, config.quantization_config = quantizer, quantization_config
 
 
-def _method(quantizer: Any) -> str:
-    method = quantizer.quantization_config.quant_method
-    return getattr(method, "value", method)
-
-
 def _skip_field(quantization_config: Any) -> str | None:
     return next((name for name in SKIP_FIELDS if hasattr(quantization_config, name)), None)
 
@@ -240,18 +234,3 @@ def _with_skips(quantization_config: Any, field: str, skipped: list[str]) -> Any
     quantization_config = copy.copy(quantization_config)
     setattr(quantization_config, field, skipped)
     return quantization_config
-
-
-def _unquantized(text_model: nn.Module) -> Iterator[str]:
-    """Yields the names of the linear layers that the quantizer of a text model has left alone, without the blocks."""
-    blocks = {id(part) for block in cross_attention_blocks(text_model) for part in block.modules()}
-    for name, module in text_model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)) and id(module) not in blocks and not is_quantized(module.weight):
-            yield name
-
-
-def _added(body: Any) -> Iterator[tuple[str, nn.Module]]:
-    for block in cross_attention_blocks(body):
-        yield f"block {block.layer_idx}", block
-    if body.connector is not None:
-        yield "the connector", body.connector

@@ -110,10 +110,6 @@ class _Rules:
         return {name: self.place(name) for name in sorted(names, key=dot_natural_key)}
 
 
-def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights.items()}
-
-
 def places_in_memory(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Returns the name in memory for each name on disk. Names that have none are left out."""
     rules, own, prefix = _Rules(model), model.state_dict().keys(), f"{model.base_model_prefix}."
@@ -140,7 +136,8 @@ def named_as_in_memory(model: PreTrainedModel, weights: Mapping[str, Any]) -> Ma
         for each in rule.target_patterns
     }
     # A shard may hold only some of the experts of a layer. The others are taken from the model.
-    expected = revert_weight_conversion(model, _shapes(joined))
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in joined.items()}
+    expected = revert_weight_conversion(model, shapes)
     if not expected.keys() <= weights.keys():
         device = next(iter(weights.values())).device
         others = revert_weight_conversion(model, {name: tensor.to(device) for name, tensor in joined.items()})

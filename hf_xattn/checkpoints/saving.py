@@ -28,7 +28,7 @@ from ..utils.keywords import refuse_unknown
 from ..utils.stub import PACKAGE, own_code, write_stub
 from ..utils.tensor_checks import first_quantized
 from ..utils.transformers_api import is_blank_card
-from ..utils.whole_folder import WholeFolder
+from ..utils.whole_folder import whole_folder
 from .adapters import check_bases, save_small
 from .folders import MANIFEST, check_adapter_target, check_target, weight_files_of
 from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers, refuse_own_parts, warn_of_weights_left_out
@@ -201,8 +201,6 @@ class XAttnSavingMixin(Model):
                 raise ValueError(
                     "`with_code=True`: an adapter (PEFT) is saved alone. Save the code with the model below it."
                 )
-            if len(names := self.active_adapters()) > 1:
-                raise ValueError(f"Expected one active adapter to save, got {names}. Call `set_adapter` first.")
         else:
             check_target(target, adapter_only=False)
             refuse_adapter_layers(self.base_model, "`save_pretrained` cannot save", SAVE_OR_MERGE)
@@ -233,7 +231,7 @@ class XAttnSavingMixin(Model):
     def _save_and_push(self, target: Path, with_code: bool, options: dict[str, Any]) -> None:
         """Saves in one process, and then uploads. If the upload fails, the saved folder is complete all the same."""
         stale = functools.partial(_earlier_save, variant=options.get("variant"))
-        with WholeFolder(target, _earlier_peft_adapter if self._saves_peft_adapter() else stale) as fresh:
+        with whole_folder(target, _earlier_peft_adapter if self._saves_peft_adapter() else stale) as fresh:
             if (target / CARD).is_file():  # written anew only if no person has changed it
                 shutil.copy2(target / CARD, fresh / CARD)
             self._write(fresh, with_code, {**options, "push_to_hub": False}, target)

@@ -313,9 +313,9 @@ def save_model(model: XAttnForConditionalGeneration, processor: Processor | None
 
     If an error ends the save, nothing is written. `options` are those of `save_pretrained`.
     """
-    from ..utils.whole_folder import WholeFolder
+    from ..utils.whole_folder import whole_folder
 
-    with WholeFolder(output) as folder:
+    with whole_folder(output) as folder:
         model.save_pretrained(folder, **options)
         if processor is not None:
             processor.save_pretrained(folder)

@@ -17,7 +17,7 @@ from ..images.connector import XAttnConnector
 from ..layers.block import GatedCrossAttentionBlock
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..utils.checkpoint_files import read_headers
-from .conversion import block_name, fits
+from .conversion import block_names, check_names, check_shape
 
 
 def shape_of(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...]:
@@ -50,11 +50,11 @@ def read_state_dict(file: str | Path) -> dict[str, torch.Tensor]:
         read_headers([path], {}, where=str(path.parent))
         return load_file(file)
     state = torch.load(file, map_location="cpu", weights_only=True)
-    while isinstance(state, dict):
-        inner = next((state[key] for key in ("model_state_dict", "state_dict", "model") if key in state), None)
-        if inner is None:
-            break
+    inner = state
+    while inner is not None:
         state = inner
+        keys = ("model_state_dict", "state_dict", "model") if isinstance(state, dict) else ()
+        inner = next((state[key] for key in keys if key in state), None)
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise ValueError(f"{file} holds no state dict of tensors.")
     return state
@@ -146,15 +146,11 @@ def check_parts(config: XAttnConfig, text: PreTrainedModel, parts: dict[str, tor
         for prefix, module in modules.items()
         for name, parameter in module.named_parameters()
     }
-    if unknown := sorted(parts.keys() - expected.keys()):
-        raise ValueError(f"`state_dict` holds unknown tensors: the model has no {unknown[0]} ({len(unknown)} unknown).")
-    if missing := sorted(expected.keys() - parts.keys()):
-        raise ValueError(f"`state_dict` is not complete: no tensor for {missing[0]} ({len(missing)} missing).")
+    check_names("`state_dict`", parts, expected)
     for name, tensor in parts.items():
         if not tensor.is_floating_point():
             raise ValueError(f"`state_dict`: expected floating-point weights for {name}, got {tensor.dtype}.")
-        if not fits(tuple(tensor.shape), expected[name]):
-            raise ValueError(f"`state_dict`: expected shape {expected[name]} for {name}, got {tuple(tensor.shape)}.")
+        check_shape("`state_dict`", name, tuple(tensor.shape), expected[name])
 
 
 def add_once(block: dict[str, torch.Tensor], key: str, tensor: torch.Tensor, name: str) -> None:
@@ -208,4 +204,4 @@ def block_options(
 def _block_names(text: PreTrainedModel, places: list[int]) -> list[str]:
     _, layers = find_decoder(text)
     stack = next(name for name, module in text.named_modules() if module is layers)
-    return [block_name(f"model.text_model.{stack}", place, len(layers)) for place in places]
+    return block_names(f"model.text_model.{stack}", places, len(layers))

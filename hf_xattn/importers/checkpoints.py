@@ -15,15 +15,17 @@ from ..checkpoints.model_card import write_model_card
 from ..configuration_xattn import XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..utils.checkpoint_files import INTEGERS, Stored
-from ..utils.whole_folder import WholeFolder
+from ..utils.whole_folder import whole_folder
 from . import idefics, mllama
 from .conversion import (
     FolderWriter,
     Recipe,
+    Target,
     check_folder,
+    check_names,
+    check_shape,
     config_of,
     copy_side_files,
-    fits,
     folder_of,
     read_headers,
     shapes_of,
@@ -65,7 +67,7 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> None:
     recipe = recipe_of(config_of(folder, headers))
     side_files(folder)
     plan = _plan(recipe, headers)
-    with WholeFolder(output) as target_folder:
+    with whole_folder(output) as target_folder:
         writer = FolderWriter(target_folder)
         for file in sorted({header.file for header in headers.values()}):
             parts: dict[str, torch.Tensor] = {}
@@ -108,11 +110,11 @@ def import_checkpoint(
     ```
     """
     if isinstance(source, PreTrainedModel):
-        if output is not None:
-            check_folder(output)
+        if output is None:
+            return _import_model(source)
+        check_folder(output)
         model = _import_model(source)
-        if output is not None:
-            model.save_pretrained(output)
+        model.save_pretrained(output)
         return model
     if output is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -147,40 +149,30 @@ def _plan(recipe: Recipe, headers: dict[str, Stored]) -> dict[str, list]:
     skeleton = _skeleton(recipe.config)
     expected = shapes_of(skeleton)
     dtypes = {name: tensor.dtype for name, tensor in skeleton.state_dict().items()}
+    targets = {name: recipe.targets(name) for name in headers}
+    known = [name for name, of_name in targets.items() if of_name is not None and expected.keys() >= {*_names(of_name)}]
+    check_names("`source`", headers, known)
     plan: dict[str, list] = {}
-    unknown, found = [], set()
+    found: set[str] = set()
     for name, header in headers.items():
-        targets = recipe.targets(name)
-        if targets is None or any(target.name not in expected for target in targets):
-            unknown.append(name)
-            continue
-        plan[name] = []
-        for target in targets:
-            shape = expected[target.name]
+        plan[name] = [(target, expected[target.name]) for target in targets[name] or ()]
+        for target, shape in plan[name]:
             rows = len(range(*target.rows.indices(header.shape[0]))) if header.shape else 1
-            if not fits((rows, *header.shape[1:]), shape):
-                raise ValueError(
-                    f"`source` holds {name} of shape {tuple(header.shape)}, which does not fit its configuration: "
-                    f"expected {shape} for {target.name}."
-                )
+            check_shape("`source`", name, (rows, *header.shape[1:]), shape)
             if target.name in found:
                 raise ValueError(f"`source` holds two tensors for {target.name}: {name}, and one of another name.")
-            plan[name].append((target, shape))
             if header.dtype in INTEGERS and dtypes[target.name].is_floating_point:
                 raise ValueError(
                     f"`source` holds {name} of dtype {header.dtype}: expected floating-point weights. Quantized "
                     "checkpoints are not imported."
                 )
             found.add(target.name)
-    if unknown:
-        raise ValueError(f"`source` holds tensors that its model type does not have: {_few(unknown)}.")
-    if missing := sorted(expected.keys() - found):
-        raise ValueError(f"`source` is not complete: no tensor for {_few(missing)}.")
+    check_names("`source`", found, expected)
     return plan
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _names(targets: list[Target]) -> list[str]:
+    return [target.name for target in targets]
 
 
 def _import_model(source: PreTrainedModel) -> XAttnForConditionalGeneration:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,33 +83,39 @@ def block_config(text: PreTrainedConfig, **options: Any) -> CrossAttentionConfig
 
 def renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
     """Applies the first rule (pattern, replacement) that matches the whole name. None if no rule matches."""
-    for pattern, replacement in rules:
-        match = re.fullmatch(pattern, name)
-        if match is not None:
-            return match.expand(replacement)
-    return None
-
-
-def block_name(layers: str, place: int, num_layers: int) -> str:
-    """Returns the name of the only block in front of layer `place`. A `place` of `num_layers` means the block after the
-    last layer.
-    """
-    before, after = BLOCKS
-    return f"{layers}.{place}.{before}" if place < num_layers else f"{layers}.{num_layers - 1}.{after}"
+    matches = ((re.fullmatch(pattern, name), replacement) for pattern, replacement in rules)
+    return next((match.expand(replacement) for match, replacement in matches if match is not None), None)
 
 
 def block_names(layers: str, places: list[int], num_layers: int) -> list[str]:
-    """Returns the name of each block. `places` are the `cross_attention_layers` of the configuration."""
+    """Returns the name of each block. `places` are the `cross_attention_layers` of the configuration. A place of
+    `num_layers` means behind the last layer.
+    """
+    before, after = BLOCKS
     names = []
     for index, place in enumerate(places):
-        name, here = block_name(layers, place, num_layers), blocks_at(places, place)
+        name = f"{layers}.{place}.{before}" if place < num_layers else f"{layers}.{num_layers - 1}.{after}"
+        here = blocks_at(places, place)
         names.append(name if len(here) == 1 else f"{name}.{here.index(index)}")
     return names
 
 
-def fits(source: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether two shapes are equal when axes of size 1 are ignored."""
-    return [size for size in source if size != 1] == [size for size in target if size != 1]
+def check_names(what: str, found: Iterable[str], expected: Iterable[str]) -> None:
+    """Raises a `ValueError` for tensors that have no place, and for tensors that are missing. `what` holds them."""
+    given, wanted = set(found), set(expected)
+    for names, problem in (
+        (given - wanted, "holds tensors that the model does not have:"),
+        (wanted - given, "is not complete: no tensor for"),
+    ):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(f"{what} {problem} {', '.join(sorted(names)[:5])}{more}.")
+
+
+def check_shape(what: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raises a `ValueError` if shapes differ in more than axes of size 1."""
+    if [size for size in shape if size != 1] != [size for size in expected if size != 1]:
+        raise ValueError(f"{what} does not fit its configuration: expected shape {expected} for {name}, got {shape}.")
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:

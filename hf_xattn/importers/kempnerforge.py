@@ -20,6 +20,7 @@ them as `cross_attention_states`.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -67,8 +68,7 @@ def import_kempnerforge(
     """
     blocks: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in unwrapped(state_dict).items():
-        match = re.fullmatch(BLOCK, name)
-        if match is not None:
+        if (match := re.fullmatch(BLOCK, name)) is not None:
             add_once(blocks.setdefault(int(match[1]), {}), match[2], tensor, name)
     if not blocks:
         raise ValueError(
@@ -83,7 +83,7 @@ def import_kempnerforge(
     config = XAttnConfig(
         text_config=text.config,
         cross_attention_config=kempnerforge_block_config(
-            blocks[0], num_attention_heads, hidden_act=hidden_act, norm_type=norm_type, norm_eps=norm_eps
+            blocks[0], num_attention_heads, hidden_act, norm_type=norm_type, norm_eps=norm_eps
         ),
         cross_attention_layers=[(index + 1) * every for index in blocks],
     )
@@ -97,10 +97,8 @@ def import_kempnerforge(
 def kempnerforge_block_config(
     state_dict: dict[str, torch.Tensor],
     num_attention_heads: int,
-    *,
     hidden_act: str | None = None,
-    norm_type: str = "rmsnorm",
-    norm_eps: float = NORM_EPS,
+    **norms: Any,
 ) -> CrossAttentionConfig:
     """Returns the configuration of a [`GatedCrossAttentionBlock`] that loads the state dict of one block unchanged."""
     gated = "mlp.gate_proj.weight" in state_dict
@@ -117,7 +115,6 @@ def kempnerforge_block_config(
         shape_of(state_dict, names["q"])[0] // num_attention_heads,
         hidden_act=hidden_act or "silu",
         mlp_type="gated" if gated else "plain",
-        norm_type=norm_type,
-        norm_eps=norm_eps,
         gate="none",
+        **{"norm_eps": NORM_EPS, **norms},
     )

@@ -29,6 +29,7 @@ import functools
 import json
 import re
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ from transformers.utils import PROCESSOR_NAME, logging
 from ..configuration_xattn import XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..utils.checkpoint_files import INTEGERS
-from ..utils.whole_folder import WholeFolder
+from ..utils.whole_folder import whole_folder
 from .conversion import (
     LLAMA_FIELDS,
     FolderWriter,
@@ -60,9 +61,10 @@ from .conversion import (
     block_config,
     block_names,
     check_folder,
+    check_names,
+    check_shape,
     config_of,
     copy_side_files,
-    fits,
     folder_of,
     read_headers,
     read_tensor,
@@ -90,6 +92,12 @@ RULES = [
     (r"(?:model\.)?language_model\.(?:model\.)?norm\.weight", r"model.text_model.model.norm.weight"),
 ]
 EMBEDDING_OF_MLLAMA = r"(?:model\.)?language_model\.(?:model\.)?embed_tokens\.weight"
+# Names in transformers' model, and those in the published checkpoints.
+ORIGINAL_RULES = [
+    (r"model\.language_model\.(.+)", r"language_model.model.\1"),
+    (r"model\.((?:vision_model|multi_modal_projector)\..+)", r"\1"),
+    (r"lm_head\.weight", r"language_model.lm_head.weight"),
+]
 LAYER_OF_MLLAMA = r"(?:model\.)?language_model\.(?:model\.)?layers\.(\d+)\.(.+)"
 
 # Fields of a saved configuration that are not copied: both names of `image_token_index`, and those that transformers
@@ -178,16 +186,6 @@ def _targets(vocab_size: int, where: dict[int, int], blocks: dict[int, str], nam
     return None if new is None else [Target(new)]
 
 
-def original_name(name: str) -> str:
-    """Returns the name that a parameter of transformers' model has in the published checkpoints."""
-    rules = [
-        (r"model\.language_model\.(.+)", r"language_model.model.\1"),
-        (r"model\.((?:vision_model|multi_modal_projector)\..+)", r"\1"),
-        (r"lm_head\.weight", r"language_model.lm_head.weight"),
-    ]
-    return renamed(name, rules) or name
-
-
 def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output: str | Path) -> None:
     """Writes a model as a checkpoint of Llama 3.2 Vision, which transformers' own class and other engines load.
 
@@ -246,21 +244,23 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
     made = recipe(config)
     with torch.device("meta"):
         expected = shapes_of(MllamaForConditionalGeneration._from_config(config))
-    for name, shape in expected.items():
-        _check_parts(name, shape, _parts_of(name, made, changed, shapes), shapes, _missing_rows(name, changed))
-    _check_all_used(shapes, {part for name in expected for part in _parts_of(name, made, changed, shapes)})
-    with WholeFolder(output) as target_folder:
+    parts_of = {name: _parts_of(name, made, changed, shapes) for name in expected}
+    check_names("`source`", shapes, chain(*parts_of.values()))
+    for name, parts in parts_of.items():
+        rows = sum(sum(shapes[part][:1]) for part in parts) + _missing_rows(name, changed)
+        check_shape("`source`", name, (rows, *shapes[parts[0]][1:]), expected[name])
+    with whole_folder(output) as target_folder:
         writer = FolderWriter(target_folder)
         made_of = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in expected.items()}
         files = split_torch_state_dict_into_shards(made_of, max_shard_size=SHARD_BYTES).filename_to_tensors
         for file, names in files.items():
             tensors = {}
             for name in names:
-                parts = [read(part) for part in _parts_of(name, made, changed, shapes)]
+                pieces = [read(part) for part in parts_of[name]]
                 if added := _missing_rows(name, changed):
-                    parts.append(parts[0].new_zeros(added, *parts[0].shape[1:]))
-                tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
-                tensors[original_name(name)] = tensor.reshape(expected[name]).to(dtype).contiguous()
+                    pieces.append(pieces[0].new_zeros(added, *pieces[0].shape[1:]))
+                tensor = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+                tensors[renamed(name, ORIGINAL_RULES) or name] = tensor.reshape(expected[name]).to(dtype).contiguous()
             writer.write(file, tensors)
         writer.finish()
         config.architectures = [MllamaForConditionalGeneration.__name__]
@@ -272,31 +272,6 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
             source.generation_config.save_pretrained(target_folder)
 
 
-def _check_parts(
-    name: str, shape: tuple[int, ...], parts: list[str], shapes: dict[str, tuple[int, ...]], added: int
-) -> None:
-    """Raises a `ValueError` if parts of an exported tensor are missing, or if the parts and `added` more rows do not
-    give its shape.
-    """
-    if missing := [part for part in parts if part not in shapes]:
-        raise ValueError(f"`source` is not complete: expected {missing[0]}, which becomes {name}, but it is missing.")
-    made = shapes[parts[0]]
-    if len(parts) > 1:
-        made = (sum(shapes[part][0] for part in parts), *made[1:])
-    if added:
-        made = (made[0] + added, *made[1:])
-    if not fits(made, shape):
-        raise ValueError(
-            f"`source` has another shape than its configuration: expected {shape} for {name}, got {tuple(made)}."
-        )
-
-
-def _check_all_used(shapes: dict[str, tuple[int, ...]], used: set[str]) -> None:
-    """Raises a `ValueError` for tensors that the export would leave out, such as those of adapters."""
-    if left := sorted(set(shapes) - used):
-        raise ValueError(f"Expected `source` with Mllama's tensors only, got {left[0]} ({len(left)} have no place).")
-
-
 def _mllama_config(config: XAttnConfig) -> MllamaConfig:
     """Returns the configuration of the Mllama that equals a model.
 
@@ -305,9 +280,10 @@ def _mllama_config(config: XAttnConfig) -> MllamaConfig:
     Raises:
         ValueError: for a model of another shape. The message lists each difference.
     """
-    imported = (config.source_config or {}).get("model_type") == "mllama"
-    original = {name: value for name, value in (config.source_config or {}).items() if name not in RENAMED}
-    of_text: dict[str, Any] = original.pop("text_config", None) or {} if imported else {}
+    original = dict(config.source_config or {})
+    if original.get("model_type") != "mllama":
+        original = {}
+    of_text: dict[str, Any] = original.pop("text_config", None) or {}
     if differences := _differences(config):
         listed = "".join(f"\n- `{name}`: expected {expected}, found {found}" for name, expected, found in differences)
         raise ValueError(
@@ -330,36 +306,30 @@ def _mllama_config(config: XAttnConfig) -> MllamaConfig:
     assert [places(text_config)[index] for index in cross] == sorted(config.cross_attention_layers)
     assert config.vision_config is not None and config.image_token_id is not None
     parts = {"text_config": text_config.to_dict(), "vision_config": config.vision_config.to_dict()}
-    return MllamaConfig(**(original if imported else {}) | parts | {"image_token_index": config.image_token_id})
+    kept = {name: value for name, value in original.items() if name not in RENAMED}
+    return MllamaConfig(**kept | parts | {"image_token_index": config.image_token_id})
 
 
 def _differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
     """Returns the name, the expected value and the found value of each difference from Mllama."""
     text: Any = config.text_config
-    vision = config.vision_config
-    wanted: list[tuple[str, Any, Any]] = [
-        ("text_config.model_type", "llama", text.model_type),
-        ("vision_config.model_type", "mllama_vision_model", getattr(vision, "model_type", None)),
-        ("connector_type", "linear", config.connector_type),
-        ("connector_bias", True, config.connector_bias),
-        ("image_visibility", "latest_group", config.image_visibility),
-        ("additional_vocab_in_head", False, config.additional_vocab_in_head),
-    ]
+    wanted: dict[str, Any] = {
+        "text_config.model_type": "llama",
+        "vision_config.model_type": "mllama_vision_model",
+        "connector_type": "linear",
+        "connector_bias": True,
+        "image_visibility": "latest_group",
+        "additional_vocab_in_head": False,
+    }
     if text.model_type == "llama":
-        head_dim = text.hidden_size // text.num_attention_heads
-        wanted += [  # Mllama's text model has no option for these
-            ("text_config.attention_bias", False, text.attention_bias),
-            ("text_config.mlp_bias", False, text.mlp_bias),
-            ("text_config.head_dim", head_dim, text.head_dim or head_dim),
-            (
-                "text_config.attention_dropout",
-                config.cross_attention_config.attention_dropout,  # Mllama has one field for all attention
-                text.attention_dropout,
-            ),
-            ("text_config.quantization_config", None, getattr(text, "quantization_config", None)),
-        ]
-        wanted += _of_blocks(config, text)
-    found = [(name, repr(expected), repr(value)) for name, expected, value in wanted if expected != value]
+        wanted |= _of_llama(config, text)
+    found = []
+    for name, expected in wanted.items():
+        value: Any = config
+        for field in name.split("."):
+            value = getattr(value, field, None)
+        if value != expected and not (name == "text_config.head_dim" and value is None):
+            found.append((name, repr(expected), repr(value)))
     if 0 in config.cross_attention_layers and config.source_config is None:
         # transformers' Mllama reads the length of the text from the cache of layer 0. With a block in front of it, this
         # cache would hold an image.
@@ -371,13 +341,23 @@ def _differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
     return found
 
 
-def _of_blocks(config: XAttnConfig, text: Any) -> list[tuple[str, Any, Any]]:
-    """Returns the differences of the blocks. Mllama's cross-attention layers have the sizes of its other layers."""
-    expected = {
+def _of_llama(config: XAttnConfig, text: Any) -> dict[str, Any]:
+    """Returns what Mllama expects of a Llama, for which it has no options, and of the blocks, whose sizes are those of
+    its other layers.
+    """
+    head_dim = text.hidden_size // text.num_attention_heads
+    of_text = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "head_dim": head_dim,
+        "attention_dropout": config.cross_attention_config.attention_dropout,  # Mllama has one field for all attention
+        "quantization_config": None,
+    }
+    of_blocks = {
         "context_size": text.hidden_size,
         "num_attention_heads": text.num_attention_heads,
         "num_key_value_heads": text.num_key_value_heads,
-        "head_dim": text.hidden_size // text.num_attention_heads,
+        "head_dim": head_dim,
         "intermediate_size": text.intermediate_size,
         "hidden_act": text.hidden_act,
         "norm_type": "rmsnorm",
@@ -387,15 +367,11 @@ def _of_blocks(config: XAttnConfig, text: Any) -> list[tuple[str, Any, Any]]:
         "gate": "tanh",
         "gate_granularity": "scalar",
         "mlp_type": "gated",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "quiet_softmax": False,
-        "position_bias": False,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "quiet_softmax", "position_bias", "context_norm"), False),
         "position": "none",
-        "context_norm": False,
     }
-    block = config.cross_attention_config
-    return [(f"cross_attention_config.{name}", value, getattr(block, name)) for name, value in expected.items()]
+    parts = {"text_config": of_text, "cross_attention_config": of_blocks}
+    return {f"{part}.{name}": value for part, fields in parts.items() for name, value in fields.items()}
 
 
 def _parts_of(name: str, made: Recipe, config: XAttnConfig, shapes: dict[str, tuple[int, ...]]) -> list[str]:

@@ -15,7 +15,6 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ..cache.image_cache import ImageCache
-from ..cache.xattn_cache import XAttnCache
 from ..configuration_xattn import XAttnConfig
 from ..images.image_inputs import refuse_to_cache
 from ..images.tower import image_size_of, only_image_size
@@ -210,8 +209,11 @@ class AttentionMaps:
         """
         if layer is None or head is None:  # The axis of blocks or heads would be taken for the axis of tokens.
             raise ValueError(f"Expected one `layer` and one `head`, or 'mean', got {layer!r} and {head!r}.")
-        grid = self.grid(image, row, layer=layer, head=head)
-        positions = self._positions(tokens, row)
+        grid, text_len = self.grid(image, row, layer=layer, head=head), self.tokens.shape[1]
+        if tokens is None:
+            first = self.num_given if self.num_given < text_len else 0
+            tokens = [index for index in range(first, text_len) if bool(self.text_mask[row, index])]
+        positions = [range(text_len)[index] for index in tokens]
         ids = [int(self.tokens[row, position]) for position in positions]
         words: Any = [str(token) if processor is None else processor.decode([token]) for token in ids]
         if picture is None:
@@ -225,13 +227,6 @@ class AttentionMaps:
         of_layers = f"mean of {len(self.layers)} layers" if layer == MEAN else f"layer {layer}"
         of_heads = f"mean of {self.weights[0].shape[1]} heads" if head == MEAN else f"head {head}"
         return _draw(grid, positions, words, picture, covered, f"attention of {of_layers}, {of_heads}")
-
-    def _positions(self, tokens: list[int] | None, row: int) -> list[int]:
-        text_len = self.tokens.shape[1]
-        if tokens is None:
-            first = self.num_given if self.num_given < text_len else 0
-            tokens = [index for index in range(first, text_len) if bool(self.text_mask[row, index])]
-        return [range(text_len)[index] for index in tokens]
 
 
 @torch.no_grad()
@@ -447,20 +442,12 @@ def _read_size(model: XAttnModel | XAttnForConditionalGeneration, given: dict[st
 
     None for features that no vision tower has computed, and for a tower that reads images of several sizes.
     """
-    tower = body_of(model).vision_tower
-    if tower is None or not ("vision_features" in given or _holds_pixels(given.get("cache"))):
+    tower, cache = body_of(model).vision_tower, given.get("cache")
+    digests = () if cache is None else cache.cross_attention_cache.layout.digests or ()
+    of_tower = bool(digests) and all(part.of in ("pixel_values", "vision_features") for part in digests)
+    if tower is None or not ("vision_features" in given or of_tower):
         return None
     return image_size_of(tower.config) if tower.config.model_type in TILED_VISION_TYPES else only_image_size(tower)
-
-
-def _holds_pixels(cache: XAttnCache | None) -> bool:
-    """Whether the images of a cache went through the vision tower, according to their digests."""
-    layout = None if cache is None else cache.cross_attention_cache.layout
-    return (
-        layout is not None
-        and layout.digests is not None
-        and all(part.of in ("pixel_values", "vision_features") for part in layout.digests)
-    )
 
 
 def _draw(

@@ -85,20 +85,9 @@ class Conversation:
 
 
 def is_batch(conversation: object) -> bool:
-    """Whether `conversation` is a list of conversations, and not one conversation.
-
-    Raises:
-        TypeError: if it is neither.
-        ValueError: for an empty list.
-    """
-    if hasattr(conversation, "messages"):
+    """Whether `conversation` is a list of conversations, and not one conversation."""
+    if not isinstance(conversation, (list, tuple)) or not conversation:  # `read_conversation` refuses all but chats.
         return False
-    if not isinstance(conversation, (list, tuple)):
-        raise TypeError(
-            f"Expected `conversation` to be a list of messages, or a list of such lists, got {type_name(conversation)}."
-        )
-    if not conversation:
-        raise ValueError("Expected `conversation` to have one message or more, got an empty list.")
     return isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
 
 
@@ -106,18 +95,21 @@ def read_conversation(conversation: object, where: str, **sampling: Any) -> Conv
     """Reads one conversation in the format of transformers or OpenAI. The conversation is not changed.
 
     Args:
-        conversation (`list`): the messages.
+        conversation (`list`): the messages, or an object that has them as `messages`.
         where (`str`): name of the conversation in errors.
         sampling: arguments of [`read_frames`], for videos.
     """
     messages = getattr(conversation, "messages", conversation)
-    if not isinstance(messages, (list, tuple)):
-        raise TypeError(f"Expected {where} to be a list of messages, got {type_name(messages)}.")
-    if not messages:
-        raise ValueError(f"Expected {where} to have one message or more, got an empty list.")
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise TypeError(f"Expected {where} to be a list of one message or more, got {messages!r:.60}.")
     read = Conversation([], [])
     for index, message in enumerate(messages):
-        read.messages.append(_message(message, f"message {index} of {where}", read, sampling))
+        place = f"message {index} of {where}"
+        fields = plain_message(message, place)
+        content = fields.pop("content", None)
+        if isinstance(content, list):
+            content = [each for part in content for each in _read_part(part, place, read, sampling)]
+        read.messages.append(Message(fields, content))
     return read
 
 
@@ -199,17 +191,6 @@ def _plain_part(part: Any, where: str) -> dict[str, Any]:
     return given
 
 
-def _message(message: Any, where: str, conversation: Conversation, sampling: dict[str, Any]) -> Message:
-    fields = plain_message(message, where)
-    content = fields.pop("content", None)
-    if content is None or isinstance(content, str):
-        return Message(fields, content)
-    parts: list[str | ImagePart] = []
-    for part in content:
-        parts += _read_part(part, where, conversation, sampling)
-    return Message(fields, parts)
-
-
 def _read_part(
     part: dict[str, Any], where: str, conversation: Conversation, sampling: dict[str, Any]
 ) -> list[str | ImagePart]:
@@ -240,10 +221,8 @@ def check_one_kind(part: Mapping[str, Any], where: str) -> None:
     """
     is_text = part.get("type") in TEXTS
     others = (*IMAGES, *VIDEOS, *SOURCES) if is_text else ("text",)
-    found = [
-        name for name in others if part.get(name) is not None and not (isinstance(part[name], str) and not part[name])
-    ]
-    if found:
+    values = ((name, part.get(name)) for name in others)
+    if found := [name for name, value in values if value is not None and not (isinstance(value, str) and not value)]:
         raise ValueError(
             f"Expected a text or an image in each part of {where}, got a part of type {part['type']!r} with "
             f"`{found[0]}` in it. Write two parts."

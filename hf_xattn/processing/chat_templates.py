@@ -128,7 +128,8 @@ def _forms(messages: list[Message], marker: str | None) -> list[list[Form]]:
     """
 
     def flat(message: Message) -> str | None:
-        return None if message.content is None else "".join(_text(part, marker) for part in message.parts)
+        texts = [(marker or "") if part is IMAGE else str(part) for part in message.parts]
+        return None if message.content is None else "".join(texts)
 
     def one_part(message: Message) -> list[dict[str, Any]] | None:
         text = flat(message)
@@ -151,10 +152,6 @@ def _forms(messages: list[Message], marker: str | None) -> list[list[Form]]:
         by_role(flat, parts),
         *text_forms,
     ]
-
-
-def _text(part: Any, marker: str | None) -> str:
-    return (marker or "") if part is IMAGE else part
 
 
 def _dicts(messages: list[Message], form: list[Form]) -> Dicts:
@@ -183,10 +180,14 @@ def _lost(
 
     `made` are the dicts of the messages that the template gets.
     """
+    marked = [
+        {**each, "content": [{**part, CANARY: CANARY} for part in each["content"]]}
+        if isinstance(each.get("content"), list)
+        else each
+        for each in made
+    ]
     try:
-        text = render(
-            [{**each, "content": _with_canary(each["content"])} if "content" in each else each for each in made]
-        )
+        text = render(marked)
     except Exception as error:  # A template may raise any error.
         return error
     texts = [[part.strip().lower() for part in each.parts if isinstance(part, str)] for each in messages]
@@ -200,13 +201,10 @@ def _lost(
         and any(part and low.count(part) < sum(other.count(part) for other in every) for part in parts)
     ]
     if marker is not None:
-        images = sum(_text(part, marker).count(marker) for message in messages for part in message.parts)
+        parts = (part for message in messages for part in message.parts)
+        images = sum(1 if part is IMAGE else str(part).count(marker) for part in parts)
         if (found := text.count(marker)) != images:
             lost.append(f"one marker for each of {images} images, but {found}")
     if CANARY in text:
         lost.append("the texts alone, but whole lists of parts")
     return lost
-
-
-def _with_canary(content: Any) -> Any:
-    return [{**part, CANARY: CANARY} for part in content] if isinstance(content, list) else content

@@ -19,7 +19,8 @@ from urllib.request import url2pathname
 
 import numpy as np
 import torch
-from transformers.image_utils import ChannelDimension, infer_channel_dimension_format
+from huggingface_hub.utils import httpx
+from transformers.image_utils import ChannelDimension
 from transformers.utils import logging
 
 from ..utils.tensor_checks import type_name
@@ -40,6 +41,7 @@ OVERSHOOT = 2.0  # After resizing, values from 0 to 1 may be a little above 1. A
 OTHER_PROGRAMS = ("EPS", "WMF", "EMF", "BUFR", "GRIB", "HDF5")
 ORIENTATION = 0x0112  # the EXIF tag of the orientation
 TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # from the orientation in EXIF to `Transpose` of Pillow
+ADDRESSES = ("http://", "https://", "data:", "file://")
 KINDS = "images (PIL, numpy, torch), URLs, data URLs, base64, paths or the bytes of files"
 
 
@@ -99,7 +101,7 @@ def read_image(
             cannot be loaded; and for an array with a wrong shape or wrong values.
     """
     if isinstance(image, (str, Path, bytes)):
-        image = _open(image, name)
+        image = open_image(image, name)
     if is_pil(image):
         _check_size(image, name)
         return _rgb(image, name)
@@ -203,22 +205,20 @@ def read_frames(
             is broken, and for `fps` without a video file.
         ImportError: for a video file if no decoder is installed.
     """
-    if num_frames is not None and (isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1):
-        raise ValueError(f"`num_frames` must be an int of at least 1, got {num_frames!r}.")
+    if num_frames is not None and num_frames < 1:
+        raise ValueError(f"`num_frames` must be at least 1, got {num_frames}.")
     if isinstance(video, (str, Path)):
         return _frames_of_file(video, num_frames, fps)
     if fps is not None:
         raise ValueError("`fps` needs a video file, got frames, whose speed is not known. Pass `num_frames` instead.")
-    if is_array(video):
-        if video.ndim != 4:
-            raise ValueError(
-                "Expected each of `videos` to have 4 axes, (frames, height, width, channels) or (frames, channels, "
-                f"height, width), got shape {tuple(video.shape)}."
-            )
-    elif not isinstance(video, (list, tuple)):
+    if not isinstance(video, (list, tuple)) and not is_array(video):
         raise TypeError(
-            "Expected each of `videos` to be an array of frames, a list of images or a video file, got "
-            f"{type_name(video)}."
+            f"Expected each of `videos` to be an array of frames, a list or a file, got {type_name(video)}."
+        )
+    if is_array(video) and video.ndim != 4:
+        raise ValueError(
+            "Expected each of `videos` to have 4 axes, (frames, height, width, channels) or (frames, channels, height, "
+            f"width), got shape {tuple(video.shape)}."
         )
     if not len(video):
         raise ValueError("Expected each of `videos` to have one frame or more, got a video with no frames.")
@@ -242,13 +242,10 @@ def _frames_of_file(video: str | Path, num_frames: int | None, fps: float | None
         if not len(frames):
             raise ValueError("it has no frames.")
         return list(frames)
-    except ImportError as error:
-        raise ImportError(
-            f"Reading the video file {_short(video)} needs a decoder: `pip install av`. Or pass its frames: an array "
-            "(frames, height, width, channels) or a list of images."
-        ) from error
     except MemoryError:
         raise
+    except ImportError as error:
+        raise ImportError(f"Reading the video file {_short(video)} needs a decoder: `pip install av`.") from error
     except Exception as error:  # Decoders raise errors of many kinds for a broken file.
         why = str(error) or type(error).__name__
         raise ValueError(f"`videos` holds {_short(video)}, which cannot be read as a video: {why}") from error
@@ -291,33 +288,13 @@ def open_image(source: str | Path | bytes, name: str) -> Image:
 
     Raises the errors of [`read_image`].
     """
-    image = _open(source, name)
-    _check_size(image, name)
-    return image
-
-
-def _open(source: str | Path | bytes, name: str) -> Image:
-    """Opens an image. This replaces transformers' `load_image`, which drops the alpha channel, so that transparent
-    areas would not become white.
-    """
     from PIL import UnidentifiedImageError
 
     text = "" if isinstance(source, bytes) else str(source)
     try:
-        if isinstance(source, bytes):
-            return _decoder(BytesIO(source))
-        if isinstance(source, str) and text.startswith(("http://", "https://")):
-            return _decoder(BytesIO(_download(text)))
-        if isinstance(source, str) and text.startswith("data:"):
-            content = "".join(unquote(text.partition(",")[2]).split())
-            return _decoder(BytesIO(base64.b64decode(content, validate=True)))
-        if isinstance(source, str) and text.startswith("file://"):
-            source = Path(url2pathname(urlsplit(text).path))
-        if isinstance(source, Path) or _is_file(text):
-            return _decoder(source)
-        return _decoder(BytesIO(base64.b64decode("".join(text.split()), validate=True)))
+        image = _decoder(_file_of(source))
     except (UnidentifiedImageError, binascii.Error, UnicodeError) as error:
-        if isinstance(source, (Path, bytes)) or _is_file(text) or text.startswith(("http://", "https://", "data:")):
+        if isinstance(source, (Path, bytes)) or _is_file(text) or text.startswith(ADDRESSES):
             raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read as an image.") from error
         as_text = " Pass text as `text=`." if name == "images" and " " in text.strip() else ""
         raise ValueError(
@@ -326,6 +303,26 @@ def _open(source: str | Path | bytes, name: str) -> Image:
         ) from error
     except Exception as error:  # Decoders raise errors of many kinds for broken files.
         raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read: {error}") from error
+    _check_size(image, name)
+    return image
+
+
+def _file_of(source: str | Path | bytes) -> Path | BytesIO:
+    """Returns the file of an image. transformers' `load_image` is not used: it drops the alpha channel, so that
+    transparent areas would not become white, and it reads the error page of a server.
+    """
+    if isinstance(source, bytes):
+        return BytesIO(source)
+    if isinstance(source, Path):
+        return source
+    if source.startswith(("http://", "https://")):
+        return BytesIO(httpx.get(source, timeout=60.0, follow_redirects=True).raise_for_status().content)
+    if source.startswith("file://"):
+        return Path(url2pathname(urlsplit(source).path))
+    if _is_file(source):
+        return Path(source)
+    encoded = unquote(source.partition(",")[2]) if source.startswith("data:") else source
+    return BytesIO(base64.b64decode("".join(encoded.split()), validate=True))
 
 
 def _is_file(text: str) -> bool:
@@ -353,13 +350,6 @@ def _check_size(image: Image, name: str) -> None:
             f"`{name}` holds an image of {image.width} x {image.height} pixels: expected at most {LIMITS.max_pixels} "
             "pixels. Set a larger limit with `hf_xattn.IMAGE_LIMITS.max_pixels`."
         )
-
-
-def _download(url: str) -> bytes:
-    """Downloads a file like transformers' `load_image`, but raises an error for an error page of the server."""
-    from huggingface_hub.utils import httpx
-
-    return httpx.get(url, timeout=60.0, follow_redirects=True).raise_for_status().content
 
 
 def _short(source: str | Path | bytes) -> str:
@@ -400,35 +390,23 @@ def _rgb(image: Image, name: str) -> Image:
 
 
 def _rgb_array(image: Any, name: str, input_data_format: Any, rescale: bool) -> Any:
-    tensor: Any = image if isinstance(image, torch.Tensor) else torch.from_numpy(_plain(image, name))
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        raise TypeError(f"Expected `{name}` to hold real numbers, got {tensor.dtype}.")
+    if not isinstance(image, torch.Tensor) and image.dtype.kind not in "biuf":
+        raise TypeError(f"Expected `{name}` to hold numbers, got a numpy.ndarray of {image.dtype}.")
+    # The copy of an array may be written, and has no negative strides, as torch needs it.
+    tensor = image.detach() if isinstance(image, torch.Tensor) else torch.from_numpy(np.array(image, order="C"))
     if tensor.ndim == 2:
         tensor = tensor[None]
-    elif tensor.ndim != 3:
-        raise ValueError(
-            f"Expected each of `{name}` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 "
-            f"axes if it is grayscale, got shape {tuple(image.shape)}."
-        )
-    else:
+    elif tensor.ndim == 3:
         if input_data_format is None:
-            try:
-                input_data_format = infer_channel_dimension_format(tensor, num_channels=(1, 3, 4))
-            except ValueError as error:
-                raise ValueError(
-                    f"Expected each of `{name}` to have 1, 3 or 4 channels on its first or last axis, got shape "
-                    f"{tuple(image.shape)}."
-                ) from error
+            last = tensor.shape[0] not in (1, 3, 4) and tensor.shape[2] in (1, 3, 4)
+            input_data_format = ChannelDimension.LAST if last else ChannelDimension.FIRST
         if ChannelDimension(input_data_format) == ChannelDimension.LAST:
             tensor = tensor.permute(2, 0, 1)
-        if tensor.shape[0] not in (1, 3, 4):
-            raise ValueError(
-                f"Expected each of `{name}` to have 1, 3 or 4 channels, got shape {tuple(image.shape)} as "
-                f"{input_data_format}."
-            )
-    if 0 in tensor.shape:
-        raise ValueError(f"Expected each of `{name}` to have pixels, got shape {tuple(image.shape)}.")
+    if tensor.ndim != 3 or tensor.shape[0] not in (1, 3, 4) or 0 in tensor.shape:
+        raise ValueError(
+            f"Expected each of `{name}` to have 3 axes, (channels, height, width) or (height, width, channels), with "
+            f"1, 3 or 4 channels, or 2 axes if it is grayscale, got shape {tuple(image.shape)}."
+        )
     if tensor.shape[0] == 4 and float(tensor[:3].max()) > OVERSHOOT and 0 < float(tensor[3].max()) <= 1:
         raise ValueError(
             f"Expected the opacity (fourth channel) of `{name}` in 0..255, as its colours, got values up to "
@@ -441,14 +419,6 @@ def _rgb_array(image: Any, name: str, input_data_format: Any, rescale: bool) -> 
         tensor = _over_white(tensor, name)
     tensor = tensor.contiguous()
     return tensor if isinstance(image, torch.Tensor) else tensor.numpy()
-
-
-def _plain(array: np.ndarray, name: str) -> np.ndarray:
-    if array.dtype == np.uint16:  # torch has few operations for this dtype.
-        return array.astype(np.int32)
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"Expected `{name}` to hold numbers, got a numpy.ndarray of {array.dtype}.")
-    return array.copy() if not array.flags.writeable or any(step < 0 for step in array.strides) else array
 
 
 def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Tensor:

@@ -14,21 +14,15 @@ from .image_reading import is_array, is_pil, read_frames
 OF_VIDEOS = ("num_frames", "fps", "do_sample_frames")
 
 
-def read_texts(text: object, images: object) -> list[str]:
-    """Returns the argument `text` of a processor as a list. Raises a `TypeError` for anything but texts.
-
-    `images` is only used for the error: if it holds texts, the two arguments were probably swapped.
-    """
+def read_texts(text: object) -> list[str]:
+    """Returns the argument `text` of a processor as a list. Raises a `TypeError` for anything but texts."""
     texts = [text] if isinstance(text, str) else text
     if isinstance(texts, (list, tuple)) and texts and all(isinstance(entry, str) for entry in texts):
         return list(texts)
-    got = type_name(text)
-    if isinstance(text, (list, tuple)):
-        wrong = [type_name(entry) for entry in text if not isinstance(entry, str)]
-        got = f"a list with {wrong[0]}" if wrong else "an empty list"
-    swapped = isinstance(images, str) or (isinstance(images, (list, tuple)) and any(isinstance(i, str) for i in images))
-    hint = " `images` is the first argument and `text` the second: pass them by name." if swapped else ""
-    raise TypeError(f"Expected `text` to be a str or a list of one str or more, got {got}.{hint}")
+    raise TypeError(
+        f"Expected `text` to be a str or a list of one str or more, got {text!r:.60}. `images` is the first argument "
+        "and `text` the second: pass them by name."
+    )
 
 
 def read_samples(
@@ -43,9 +37,9 @@ def read_samples(
         kwargs (`dict`): options that choose the frames of a video.
     """
     given: Any = videos
-    options = {name: kwargs.get(name) for name in OF_VIDEOS if name != "do_sample_frames"}
-    if kwargs.get("do_sample_frames") is False:  # The video only holds the chosen frames already.
-        options = {}
+    # With `do_sample_frames=False`, the video only holds the chosen frames already.
+    chosen = () if kwargs.get("do_sample_frames") is False else ("num_frames", "fps")
+    options = {name: kwargs.get(name) for name in chosen}
     if videos is None:
         return _samples(images, texts, one_text)
     if one_text:
@@ -103,8 +97,7 @@ def _samples(images: Any, texts: list[str] | None, one_text: bool) -> list[list[
     if entries is None:
         entries = [images]
     if not entries and not one_text:
-        count = "" if texts is None else f" for {len(texts)} texts"
-        raise ValueError(f"Expected `images` to have one entry for each text, got an empty list{count}.")
+        raise ValueError("Expected `images` to have one entry for each text, got an empty list.")
     nested = any(_entries(entry) is not None for entry in entries)
     if one_text:
         if nested and len(entries) != 1:

@@ -69,17 +69,14 @@ class _Pieces(BaseStreamer):
             self.ids += value.flatten().tolist()
             text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
             if not text.endswith(UNFINISHED) and text.startswith(self.given):
-                self._show(text[: shown_length(text, self.stops)])
+                self.finish(text[: shown_length(text, self.stops)])
         self.begun = True
 
     def end(self) -> None:
         """transformers calls this at the end of an answer. It does nothing, because [`finish`] gives the rest."""
 
     def finish(self, text: str) -> None:
-        """Streams the rest of the answer, whose whole text is `text`."""
-        self._show(text)
-
-    def _show(self, text: str) -> None:
+        """Streams the rest of a text, of which the beginning was streamed before."""
         if len(text) > len(self.given):
             self.give(text[len(self.given) :])
             self.given = text

@@ -177,34 +177,21 @@ class ChatSession:
         self, inputs: dict[str, Any], streamer: TextStreamer | None, stop: Callable[[], bool] | None
     ) -> torch.Tensor:
         input_ids = inputs["input_ids"]
-        if self.model.config.image_visibility == "all" and self._has_new_images(inputs.get("pixel_values")):
-            self._cache = None  # All text sees all images, and the cached text has not seen the new ones.
+        layout = None if (cache := self._cache) is None else cache.cross_attention_cache.layout
+        known = 0 if layout is None else layout.num_images
+        if self.model.config.image_visibility == "all" and "pixel_values" in inputs:
+            if inputs["pixel_values"].shape[1] > known:
+                self._cache = None  # All text sees all images, and the cached text has not seen the new ones.
         cache = self._cache_for(input_ids[0])
         # If generation fails, the cache must not be used again, because its state is unknown.
         self._cache = None
         stopping = None if stop is None else StoppingCriteriaList([lambda *_, **__: stop()])
-        given: dict[str, Any] = {
-            "cache": cache,
-            "streamer": streamer,
-            "stopping_criteria": stopping,
-            "use_cache": True,
-        }
-        sequences = self.model.generate(**inputs, **given, **self.options)
-        self._keep(cache, sequences[0])
+        given: dict[str, Any] = {"cache": cache, "streamer": streamer, "stopping_criteria": stopping}
+        sequences = self.model.generate(**inputs, **given, use_cache=True, **self.options)
+        # The model has not read the last token of an answer.
+        if cache.broken is None and int(cache.get_seq_length()) == len(sequences[0]) - 1:
+            self._cache, self._cached_ids = cache, sequences[0, :-1]
         return sequences[0, input_ids.shape[1] :]
-
-    def _has_new_images(self, pixel_values: torch.Tensor | None) -> bool:
-        cache = self._cache
-        layout = None if cache is None else cache.cross_attention_cache.layout
-        return pixel_values is not None and pixel_values.shape[1] > (0 if layout is None else layout.num_images)
-
-    def _keep(self, cache: XAttnCache, ids: torch.Tensor) -> None:
-        """Keeps the cache for the next turn, if it holds these tokens without the last one.
-
-        The model has not read the last token of an answer.
-        """
-        if cache.broken is None and int(cache.get_seq_length()) == len(ids) - 1:
-            self._cache, self._cached_ids = cache, ids[:-1]
 
     def _cache_for(self, input_ids: torch.Tensor) -> XAttnCache:
         """Returns the cache, cropped to the beginning that it shares with `input_ids`, or a new cache."""

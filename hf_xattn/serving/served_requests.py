@@ -11,12 +11,10 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
-from ..processing.chat_messages import HINTS, check_one_kind
 from ..processing.chat_templates import template_variables
 from ..utils.checkpoint_files import short
-from ..utils.tensor_checks import type_name
 from .request_limits import Refused, ServerLimits
 
 
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 MOST_STOPS, LONGEST_STOP = 16, 256  # number of stop strings, and characters of each of them
 MOST_BIASES = 300
 DEFAULT_LENGTH = 1024  # tokens of an answer, unless the request sets a number or the model has a larger one
-ROLES = ("system", "developer", "user", "assistant")
 # Fields that change no answer. They are accepted and have no effect.
 WITHOUT_EFFECT = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user"}
 # Fields that are not supported, with the values that are accepted because they ask for nothing.
@@ -48,8 +45,6 @@ NOT_OBEYED: dict[str, tuple[Any, ...]] = {
 }
 # Fields of a `GenerationConfig` that say how tokens are sampled.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-# Fields that are converted to float, because some logits processors of transformers refuse the integer 1 for 1.0.
-FLOATS = (*(field for field in SAMPLING if field != "top_k"), "repetition_penalty", "length_penalty")
 # Names that cannot be variables of the template: the server sets them, or a processor would read images from them.
 NO_VARIABLES = set("messages tools add_generation_prompt chat_template processor_kwargs images videos audio".split())
 
@@ -87,9 +82,9 @@ def read_request(
             )
         if field not in fields and field not in NOT_OBEYED and field not in WITHOUT_EFFECT:
             raise Refused(f"Expected fields among {', '.join(fields)}, got `{field:.80}`, which is not obeyed.")
-    _check(body, fields, "")
+    body = _checked({**body, "messages": _without_nothing(body.get("messages", []))}, fields, "")
     options, stops = _options(body, limits, model.generation_config)
-    messages, images = _read_messages(body.get("messages"), hasattr(processor, "tokenizer"))
+    messages, images = _for_processor(body["messages"], hasattr(processor, "tokenizer"))
     if images and getattr(processor, "image_processor", None) is None:
         raise Refused(f"{name} cannot read images: it was saved without an image processor.")
     return Asked(
@@ -104,72 +99,76 @@ def read_request(
     )
 
 
-def _read_messages(messages: Any, with_parts: bool) -> tuple[list[dict[str, Any]], list[tuple[str, dict[str, Any]]]]:
-    """Builds the messages for the processor from those of a request.
+class TextPart(BaseModel):
+    """A text in the content of a message. `detail` and `cache_control` have no effect, here and in images."""
 
-    Their content is a text, or a list of text parts and of image parts whose `image` is an address. Without
-    `with_parts`, a list of text parts becomes one text, because the chat template of a tokenizer expects this.
+    type: Literal["text"]
+    text: str
+    detail: Any = None
+    cache_control: Any = None
+
+
+class Address(BaseModel):
+    """The address of an image."""
+
+    url: str
+    detail: Any = None
+
+
+def _text_or(kind: Any, name: str) -> Any:
+    """Returns the type of a text or `kind`. Errors are about the one that was given. `name` is that of `kind` there."""
+    choice = Discriminator(lambda given: "text" if isinstance(given, str) else name)
+    return Annotated[Annotated[str, Tag("text")] | Annotated[kind, Tag(name)], choice]
+
+
+class ImagePart(BaseModel):
+    """An image in the content of a message."""
+
+    type: Literal["image_url"]
+    image_url: _text_or(Address, "object")  # type: ignore[valid-type]  # computed
+    detail: Any = None
+    cache_control: Any = None
+
+
+class AskedMessage(BaseModel):
+    """A message of a request."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _text_or(list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], "parts")  # type: ignore[valid-type]
+    name: str | None = None
+
+
+def _without_nothing(value: Any) -> Any:
+    """Returns a value without the keys of inner dicts that hold nothing, which some clients write out."""
+    if isinstance(value, dict):
+        return {key: _without_nothing(inner) for key, inner in value.items() if inner not in (None, [], {})}
+    return [_without_nothing(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _for_processor(
+    messages: list[AskedMessage], with_parts: bool
+) -> tuple[list[dict[str, Any]], list[tuple[str, dict[str, Any]]]]:
+    """Returns the messages as the processor takes them, and each image part with its place in words.
+
+    The `image` of a part is an address. Without `with_parts`, a list of text parts becomes one text, because the chat
+    template of a tokenizer expects this.
     """
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        got = "an empty list" if messages == [] else type_name(messages)
-        raise Refused(f"Expected `messages` to be a list of messages, got {got}.")
     made, images = [], []
     for index, message in enumerate(messages):
-        given = {field: value for field, value in message.items() if value not in (None, [], {})}
-        content = given.pop("content", None)
-        if given.get("role") not in ROLES:
-            raise Refused(
-                f"Expected the `role` of message {index} to be one of {ROLES}, got {short(given.get('role'))}."
-            )
-        if unknown := sorted(given.keys() - {"role", "name"}) or [
-            field for field in given if type(given[field]) is not str
-        ]:
-            raise Refused(
-                f"Expected `role`, `content` and perhaps `name`, a text, in message {index}, got {unknown}, which this "
-                "server does not read. Send images as parts of the `content` with the type `image_url`."
-            )
+        content: Any = message.content
         if isinstance(content, list):
-            placed = [(f"part {number} of message {index}", part) for number, part in enumerate(content)]
-            placed = [(place, _read_part(part, place)) for place, part in placed]
-            images += [(place, part) for place, part in placed if part["type"] == "image"]
-            content = [part for _, part in placed]
-            if not with_parts and not images:
-                content = " ".join(part["text"] for part in content)
-        elif not isinstance(content, str):
-            got = "none, or an empty list" if content is None else type_name(content)
-            raise Refused(f"Expected the content of message {index} to be a text or a list of parts, got {got}.")
-        made.append({**given, "content": content})
+            parts: list[dict[str, Any]] = []
+            for part in content:
+                if isinstance(part, TextPart):
+                    parts.append({"type": "text", "text": part.text})
+                    continue
+                address: Any = part.image_url
+                parts.append({"type": "image", "image": address if isinstance(address, str) else address.url})
+                images.append((f"part {len(parts) - 1} of message {index}", parts[-1]))
+            content = parts if with_parts or images else " ".join(part["text"] for part in parts)
+        name = {} if message.name is None else {"name": message.name}
+        made.append({"role": message.role, **name, "content": content})
     return made, images
-
-
-def _read_part(part: Any, place: str) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "image_url"):
-        got = f"a part of type {short(kind)}" if isinstance(part, dict) else type_name(part)
-        raise Refused(f"Expected text or an image (`image_url`) as {place}, got {got}.")
-    try:
-        check_one_kind(part, place)
-    except ValueError as error:
-        raise Refused(str(error)) from error
-    if kind == "text":
-        if not isinstance(part.get("text"), str):
-            raise Refused(f"Expected `text` of {place} to be a text, got {type_name(part.get('text'))}.")
-        _check_keys(part, {"text"}, place)
-        return {"type": "text", "text": part["text"]}
-    address = part.get("image_url")
-    _check_keys(part, {"image_url"}, place)
-    if isinstance(address, dict):
-        _check_keys(address, {"url"}, f"`image_url` of {place}")
-        address = address.get("url")
-    return {"type": "image", "image": address}
-
-
-def _check_keys(part: dict[str, Any], known: set[str], place: str) -> None:
-    """Refuses keys that would have no effect, such as a second image in a part."""
-    given = {key for key, value in part.items() if value is not None}
-    if unknown := sorted(given - known - {"type", *HINTS}):
-        got = ", ".join(map(short, unknown))
-        raise Refused(f"Expected nothing beside {sorted(known)} in {place}, got {got}, which the server does not read.")
 
 
 def _variables(given: dict[str, Any], processor: Any) -> dict[str, Any]:
@@ -199,7 +198,6 @@ def _options(body: dict[str, Any], limits: ServerLimits, own: Any) -> tuple[dict
         options = {field: value for field, value in options.items() if field not in SAMPLING} | {"do_sample": False}
     elif not options.keys().isdisjoint(SAMPLING):  # Such an option also turns on sampling for a model that is greedy.
         options["do_sample"] = True
-    options |= {field: float(options[field]) for field in FLOATS if field in options}
     if body.get("logit_bias"):
         options["sequence_bias"] = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
     options.setdefault("num_beams", min(own.num_beams or 1, limits.max_beams))
@@ -230,8 +228,7 @@ def _given_config(text: Any, limits: ServerLimits, own: dict[str, Any]) -> dict[
         raise Refused(
             f"`generation_config`: expected fields among {', '.join(known)}, got {', '.join(map(short, unknown))}."
         )
-    _check(given, known, "generation_config.")
-    return {field: value for field, value in given.items() if field in known}
+    return _checked(given, known, "generation_config.")
 
 
 def _texts(value: str | list[str]) -> list[str]:
@@ -270,8 +267,8 @@ def _body_fields(limits: ServerLimits, vocab_size: int) -> dict[str, Any]:
     token_id: Any = Annotated[str, Field(pattern="^[0-9]{1,20}$"), AfterValidator(known)]
     bias: Any = _number(-100, 100)
     return {
-        "model": Any,  # A field of type `Any` is checked where it is read.
-        "messages": Any,
+        "model": str,
+        "messages": Annotated[list[AskedMessage], Field(min_length=1)],
         "max_tokens": tokens,
         "max_completion_tokens": tokens,
         "temperature": Temperature,
@@ -283,7 +280,7 @@ def _body_fields(limits: ServerLimits, vocab_size: int) -> dict[str, Any]:
         # `include_obfuscation` only makes all chunks equally long, so it has no effect here.
         "stream_options": dict[Literal["include_usage", "include_obfuscation"], bool | None],
         "chat_template_kwargs": dict[str, Any],
-        "generation_config": Any,
+        "generation_config": Any,  # It is checked where it is read.
     }
 
 
@@ -310,10 +307,17 @@ def _config_fields(limits: ServerLimits) -> dict[str, Any]:
     }
 
 
-def _check(given: dict[str, Any], known: dict[str, Any], where: str) -> None:
+def _checked(given: dict[str, Any], known: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns the given fields that are known, as their types. A float is a float then, also if it was given as 1."""
+    made = {}
     for field in filter(given.__contains__, known):
         try:
-            TypeAdapter(known[field]).validate_python(given[field], strict=True, extra="forbid")
+            made[field] = TypeAdapter(known[field]).validate_python(given[field], strict=True, extra="forbid")
         except ValidationError as error:
-            why = "; or ".join(dict.fromkeys(each["msg"] for each in error.errors()[:3]))
+            errors = error.errors()[:3]
+            if field == "messages":
+                found = (f"`{'.'.join(map(str, (field, *each['loc'])))}`: {each['msg']}" for each in errors)
+                raise Refused("; ".join(found)[:400] + ".") from error
+            why = "; or ".join(dict.fromkeys(each["msg"] for each in errors))
             raise Refused(f"`{where}{field}` is {short(given[field])}: {why[:300]}.") from error
+    return made

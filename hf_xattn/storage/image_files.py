@@ -22,10 +22,10 @@ from ..cache.image_cache import ImageCache, empty_like, images_of
 from ..cache.image_layout import ImageLayout, rows_to
 from ..cache.states import States, concatenate, map_states
 from ..cache.xattn_cache import XAttnCache
+from ..checkpoints.folders import name_of_dtype
 from ..images.image_encoder import ModelWithBlocks
 from ..utils.checkpoint_files import Stored, read_headers, short
 from ..utils.distributed import is_split
-from ..utils.tensor_checks import type_name
 from ..utils.whole_folder import whole_file
 from .int8_states import INT8, Int8States
 
@@ -47,9 +47,9 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
         [`ImageCache`]: the image rows of all caches, in order.
 
     Raises:
-        TypeError: if `caches` is not a list of caches.
-        ValueError: if the list is empty, if a cache holds no images, or if the caches come from different models,
-            differ in `cache_dtype`, or hold images with different numbers of tokens.
+        TypeError: if `caches` is not a list of one cache or more.
+        ValueError: if a cache holds no images, or if the caches come from different models, differ in `cache_dtype`, or
+            hold images with different numbers of tokens.
 
     Example:
 
@@ -65,29 +65,17 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
     >>> both = hf_xattn.combine_images([one, two])  # a batch of two rows
     ```
     """
-    if not isinstance(caches, Sequence):
-        raise TypeError(f"Expected `caches` to be a list of image caches, got {type_name(caches)}.")
-    if not caches:
-        raise ValueError("Expected `caches` to hold at least one image cache, got an empty list.")
+    if not isinstance(caches, Sequence) or not caches:
+        raise TypeError(f"Expected `caches` to be a list of one image cache or more, got {caches!r:.60}.")
     parts = [images_of(f"caches[{index}]", cache) for index, cache in enumerate(caches)]
-    shapes = {(len(cross.layers), *cross.layers[0].keys.shape[1::2]) for cross, _ in parts}
-    if len(shapes) > 1:
-        raise ValueError(
-            "Expected `caches` of one model, got caches of different models: (blocks, K/V heads, head width) are "
-            f"{sorted(shapes)}."
-        )
     makers = {cross.made_by for cross, _ in parts}
-    if len(makers) > 1:
-        raise ValueError(
-            "Expected `caches` of one model, got caches of different models or different weights: their identities are "
-            f"{sorted(str(maker)[:12] for maker in makers)}."
-        )
-    dtypes = {cross.cache_dtype for cross, _ in parts}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"Expected `caches` of one `cache_dtype`, got {sorted(map(str, dtypes))}. Encode the images again with the "
-            "same `cache_dtype`."
-        )
+    for what, found in (
+        ("model: (blocks, K/V heads, head width)", {(len(c.layers), *c.layers[0].keys.shape[1::2]) for c, _ in parts}),
+        ("model and one state of its weights: identity", makers),
+        ("`cache_dtype`", {cross.cache_dtype for cross, _ in parts}),
+    ):
+        if len(found) > 1:
+            raise ValueError(f"Expected `caches` of one {what}, got {sorted(map(str, found))}.")
     layout = _combine_layouts([layout for _, layout in parts], [cross.rows for cross, _ in parts])
     length = max(cross.layers[0].keys.shape[2] for cross, _ in parts)
     keys_values = []
@@ -102,18 +90,12 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
 
 
 def _check_model(model: ModelWithBlocks) -> None:
-    heads, held = model.config.cross_attention_config.num_key_value_heads, model.blocks[0].attn.num_key_value_heads
-    if held != heads:
+    heads, attn = model.config.cross_attention_config.num_key_value_heads, model.blocks[0].attn
+    if attn.num_key_value_heads != heads or is_split(attn.k_proj.weight):
         raise ValueError(
-            f"Expected `model` to hold all {heads} K/V heads, got {held}: the model is split over ranks (tensor "
-            "parallelism), and a file with the heads of one rank would fit no other number of ranks. Save and load "
-            "image caches with a model that is not split."
-        )
-    if is_split(model.blocks[0].attn.k_proj.weight):
-        raise ValueError(
-            "Expected `model` to hold its whole weights, got weights that are sharded over ranks (FSDP). The file "
-            "must record to which weights it belongs, and a rank does not have all of them. Save and load image "
-            "caches with a model that is not sharded."
+            "Expected `model` to hold its whole weights, got one that is split over ranks (tensor parallelism, FSDP). "
+            "A file holds all heads, and records to which weights it belongs. Save and load image caches with a model "
+            "that is not split."
         )
 
 
@@ -155,11 +137,12 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: ModelWithBlocks
             "or `forward` or `generate` did, which do not record the weights. Encode the images with `encode_images`."
         )
     digests = layout.digests or ()
+    kinds = [{"of": part.of, "dtype": name_of_dtype(part.dtype), "sizes": part.sizes} for part in digests]
     facts = {
         "sizes": layout.sizes,
         "cache_dtype": cross.cache_dtype,
-        "dtype": _name_of(cross.layers[0].dtype),
-        "digests": [{"of": part.of, "dtype": _name_of(part.dtype), "sizes": part.sizes} for part in digests] or None,
+        "dtype": name_of_dtype(cross.layers[0].dtype),
+        "digests": kinds or None,
     }
     tensors = {"images.token_mask": layout.token_mask, "images.image_mask": layout.image_mask}
     for index, part in enumerate(digests):
@@ -212,12 +195,8 @@ def load_image_cache(path: str | Path, model: ModelWithBlocks) -> ImageCache:
     _check_model(model)
     if not Path(path).is_file():
         raise FileNotFoundError(f"Expected `path` to be a file, got {path}, which does not exist.")
-    try:
-        headers = read_headers([Path(path)], {}, where=str(Path(path).parent))
-        opened = safe_open(str(path), framework="pt")
-    except (ValueError, SafetensorError) as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    with opened as file:
+    headers = read_headers([Path(path)], {}, where=str(Path(path).parent))  # raises an error for a damaged file
+    with safe_open(str(path), framework="pt") as file:
         metadata, identity = file.metadata() or {}, model.image_identity()
         if metadata.get("format") not in FORMATS:
             raise ValueError(
@@ -298,10 +277,6 @@ def _dtype_of(facts: dict[str, Any]) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"expected `dtype` to be a dtype of floats, got {short(facts['dtype'])}")
     return dtype
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _sizes(sizes: Any) -> tuple[int, ...]:

@@ -216,6 +216,7 @@ class ImageGrid:
         return joined
 
 
+@dataclass(eq=False)
 class StoreReader:
     """Reads the images of one call from a store, and encodes those that the store does not hold.
 
@@ -230,21 +231,12 @@ class StoreReader:
         dtype (`str`, *optional*): the dtype of the store.
     """
 
-    def __init__(
-        self,
-        store: ImageStore,
-        find_maker: Callable[[], str],
-        precision: str,
-        project: Callable[[torch.Tensor, ImageLayout], list[KeyValue]],
-        null_key: bool,
-        dtype: str | None = None,
-    ):
-        self.dtype = dtype
-        self._store = store
-        self._find_maker = find_maker
-        self._precision = precision
-        self._project = project
-        self._null_key = null_key
+    store: ImageStore
+    find_maker: Callable[[], str]
+    precision: str
+    project: Callable[[torch.Tensor, ImageLayout], list[KeyValue]]
+    null_key: bool
+    dtype: str | None = None
 
     def read(
         self,
@@ -271,9 +263,9 @@ class StoreReader:
         places = [(row, image) for row, image in given.nonzero().tolist()]
         if not places or images.images.is_meta:
             return None
-        keys = dict(zip(places, content_keys(images, dtype, places, self._precision)))
-        maker = self._find_maker()
-        found = self._store.look_up(maker, keys.values())
+        keys = dict(zip(places, content_keys(images, dtype, places, self.precision)))
+        maker = self.find_maker()
+        found = self.store.look_up(maker, keys.values())
         missing: dict[bytes, tuple[int, int]] = {}
         for place, key in keys.items():
             if key not in found:
@@ -282,7 +274,7 @@ class StoreReader:
             encoded = self._encode(images.at(list(missing.values())), encode)
             for key, image in zip(missing, encoded):
                 found[key] = image
-                self._store.keep(maker, key, image)
+                self.store.keep(maker, key, image)
         return ImageGrid(
             [
                 [found[keys[row, image]] if (row, image) in keys else None for image in range(num_images)]
@@ -293,9 +285,9 @@ class StoreReader:
     def _encode(self, images: ImageInputs, encode: Callable[[ImageInputs], torch.Tensor]) -> list[StoredImage]:
         """Encodes images `(count, 1, ...)` in one batch. Returns one entry for each, with views into the batch."""
         features = encode(images)
-        tokens, null = features.shape[2], int(self._null_key)
+        tokens, null = features.shape[2], int(self.null_key)
         layout = ImageLayout.of((tokens,), features.device, token_mask_of(images.tiles, None, tokens))
-        projected = self._project(features.flatten(1, 2), layout)
+        projected = self.project(features.flatten(1, 2), layout)
         projected = [(key[:, :, null:], value[:, :, null:]) for key, value in projected]
         return [
             StoredImage(tuple((key[i : i + 1], value[i : i + 1]) for key, value in projected), features.device)
@@ -334,11 +326,11 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class XAttnStoreMixin:
-    """The image store of [`XAttnModel`]."""
+    """The image store of both models. It belongs to the [`XAttnModel`] inside the other model."""
 
     _image_store: ImageStore | None = None
 
-    def enable_image_store(self, max_bytes: int = 2**30, dtype: str | None = None) -> None:
+    def enable_image_store(self: Any, max_bytes: int = 2**30, dtype: str | None = None) -> None:
         """Stores encoded images by their content, so that `generate` and `encode_images` encode an image only once.
 
         The store is off by default. Images are stored one by one, so a call may combine stored and new images, in any
@@ -379,19 +371,19 @@ class XAttnStoreMixin:
         1
         ```
         """
-        if self._image_store is None:
-            self._image_store = ImageStore(max_bytes, dtype)
+        if (store := self.image_store) is None:
+            self.base_model._image_store = ImageStore(max_bytes, dtype)
         else:
-            self._image_store.resize(max_bytes, dtype)
+            store.resize(max_bytes, dtype)
 
-    def disable_image_store(self) -> None:
+    def disable_image_store(self: Any) -> None:
         """Turns the store of [`enable_image_store`] off, and drops all its images."""
-        self._image_store = None
+        self.base_model._image_store = None
 
     @property
-    def image_store(self) -> ImageStore | None:
+    def image_store(self: Any) -> ImageStore | None:
         """The [`ImageStore`] of [`enable_image_store`], with `nbytes`, `hits` and `misses`. None if it is off."""
-        return self._image_store
+        return self.base_model._image_store
 
     def find_source(self: Any, made_by: str | None) -> StoreReader | None:
         """Returns a reader of the store for one call. None if the store is off or must not be used.
@@ -419,25 +411,6 @@ class XAttnStoreMixin:
             self.config.cross_attention_config.quiet_softmax,
             dtype,
         )
-
-
-class XAttnStoreDelegationMixin:
-    """The image store of [`XAttnForConditionalGeneration`], which is that of the [`XAttnModel`] inside it."""
-
-    model: Any
-
-    def enable_image_store(self, max_bytes: int = 2**30, dtype: str | None = None) -> None:
-        """See [`XAttnModel.enable_image_store`]."""
-        self.model.enable_image_store(max_bytes, dtype)
-
-    def disable_image_store(self) -> None:
-        """See [`XAttnModel.disable_image_store`]."""
-        self.model.disable_image_store()
-
-    @property
-    def image_store(self) -> ImageStore | None:
-        """See [`XAttnModel.image_store`]."""
-        return self.model.image_store
 
 
 __all__ = ["ImageStore"]

@@ -93,7 +93,9 @@ class Int8States(StoredStates):
         Returns:
             The output `(R, Q, K, D)` and the weights `(R, K, Q, N)`, as transformers' attention functions return them.
         """
-        dtype = _dtype_of_product(self.dtype, query.device)
+        # float16 is never used, because sums of steps would overflow it.
+        native = self.dtype == torch.bfloat16 and (query.device.type != "cpu" or multiplies_natively(self.dtype))
+        dtype = torch.bfloat16 if native else torch.float32
         parts = _parts_of_tokens(self.shape, dtype)
         buffer = query.new_empty(*self.shape[:2], parts[0].stop, self.shape[3], dtype=dtype)
 
@@ -114,16 +116,6 @@ class Int8States(StoredStates):
         for part in parts:
             output += torch.matmul(scaled[..., part], cast(value, part))
         return output.to(self.dtype).transpose(1, 2), weights.to(self.dtype)
-
-
-def _dtype_of_product(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Returns bfloat16 if the device multiplies it natively, and float32 otherwise.
-
-    float16 is never used, because sums of steps would overflow it.
-    """
-    if dtype == torch.bfloat16 and (device.type != "cpu" or multiplies_natively(dtype)):
-        return dtype
-    return torch.float32
 
 
 def _parts_of_tokens(shape: torch.Size, dtype: torch.dtype) -> list[slice]:

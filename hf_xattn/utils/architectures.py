@@ -145,22 +145,19 @@ def causal_model_types() -> list[str]:
 
 def markdown_table() -> str:
     """Returns the table that `hf-xattn inspect --architectures` prints and the guide to decoders shows."""
-    served = [name for name in causal_model_types() if architecture(name).refused is None]
-    keyword = [name for name in served if architecture(name).via == "keyword"]
-    call = [name for name in served if architecture(name).via == "call"]
-    lines = [
-        f"| {len(served)} of {len(causal_model_types())} model types | |",
-        "|---|---|",
-        f"| served, images as a keyword argument ({len(keyword)}) | {', '.join(f'`{name}`' for name in keyword)} |",
-        f"| served, images fetched by the layer ({len(call)}) | {', '.join(f'`{name}`' for name in call)} |",
-    ]
-    reasons: dict[str, list[str]] = {}
+    ways = {"keyword": "images as a keyword argument", "call": "images fetched by the layer"}
+    served: dict[str, list[str]] = {via: [] for via in ways}
+    refused: dict[str, list[str]] = {}
     for name in causal_model_types():
-        reason = architecture(name).refused
-        if reason is not None:
-            reasons.setdefault(reason, []).append(name)
-    for reason, names in sorted(reasons.items()):
-        lines.append(f"| not served: {reason} | {', '.join(f'`{name}`' for name in names)} |")
+        entry = architecture(name)
+        names = served[entry.via] if entry.refused is None else refused.setdefault(entry.refused, [])
+        names.append(f"`{name}`")
+    lines = [
+        f"| {sum(map(len, served.values()))} of {len(causal_model_types())} model types | |",
+        "|---|---|",
+        *(f"| served, {way} ({len(served[via])}) | {', '.join(served[via])} |" for via, way in ways.items()),
+        *(f"| not served: {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items())),
+    ]
     return "\n".join(lines)
 
 

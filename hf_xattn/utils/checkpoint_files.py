@@ -11,14 +11,15 @@ weights and by the class that has saved it, or not at all.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Collection, Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub.utils.sha import sha_fileobj
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import logging
@@ -66,23 +67,11 @@ def check_inside(folder: Path, path: Path) -> None:
         )
 
 
-def check_name(name: object, where: str) -> str:
-    """Returns `name`. Raises a `ValueError` if it is not the name of a file in a folder. `where` names its source."""
-    if isinstance(name, str) and name and "\\" not in name and "\0" not in name:
-        path = PurePosixPath(name)
-        if not path.is_absolute() and ".." not in path.parts and path.parts:
-            return name
-    raise ValueError(f"{where} names {short(name)}, which is not a file in the folder.")
-
-
 def short(value: object) -> str:
     """Returns a value as a text for a message. Of a long text, only the beginning is returned."""
     try:
         text = repr(value)
-    except (
-        ValueError,
-        RecursionError,
-    ):  # an integer with more digits than Python writes, or lists that are nested too deeply
+    except (ValueError, RecursionError):  # an integer with too many digits, or lists that are nested too deeply
         return f"a very large {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
@@ -108,8 +97,8 @@ def read_index(path: Path) -> dict[str, str]:
     if not isinstance(index, dict) or not index:
         raise ValueError(f"{path} is damaged: expected a `weight_map` of tensors and files, got {short(index)}.")
     for file in index.values():
-        if not check_name(file, str(path)).endswith(".safetensors"):
-            raise ValueError(f"{path} names {short(file)}: expected a *.safetensors file.")
+        if not isinstance(file, str) or not re.fullmatch(r"(?!/)(?!.*\.\.)[^\\\0]+\.safetensors", file):
+            raise ValueError(f"{path} names {short(file)}: expected a *.safetensors file in its folder.")
     return index
 
 
@@ -128,18 +117,16 @@ def weight_files(
             folder.
     """
     single, index_file = (folder / _variant(name, variant) for name in (WEIGHTS, INDEX))
-    if named is None:
-        refuse_two_saves(single, index_file)
-    else:
+    if named is not None:
         single, index_file = (folder / "", folder / named) if named.endswith(".json") else (folder / named, folder / "")
+    elif single.is_file() and index_file.is_file():  # transformers leaves an index without its shards
+        shards = sorted({folder / file for file in read_index(index_file).values()} - {single})
+        _check_one_save(folder, [single, *filter(Path.is_file, shards)])
     index: dict[str, str] = {}
     if named is None and (ranks := sorted(folder.glob(SHARDS_OF_RANKS))):
         files = ranks
-        if others := [path.name for shards in ("", SHARDS) for path in folder.glob(f"model{shards}.safetensors")]:
-            raise ValueError(
-                f"{folder} holds weights twice, in {ranks[0].name} and {others[0]}. Remove those of the older save, or "
-                "save again in another folder."
-            )
+        others = [path for ending in ("", SHARDS) for path in folder.glob(f"model{ending}.safetensors")]
+        _check_one_save(folder, [ranks[0], *others])
     elif single.is_file() or single.is_symlink():
         files = [single]
     elif index_file.is_file() or index_file.is_symlink():
@@ -153,19 +140,13 @@ def weight_files(
     return files, index
 
 
-def refuse_two_saves(single: Path, index_file: Path) -> None:
-    """Raises a `ValueError` for a file with all weights beside shards, because one of them is left from an older save.
-
-    An index without its shards is allowed. transformers leaves it beside a single file.
-    """
-    if not (single.is_file() and index_file.is_file()):
-        return
-    if shard := next(filter(Path.is_file, (single.parent / file for file in read_index(index_file).values())), None):
-        if shard != single:
-            raise ValueError(
-                f"{single.parent} holds weights twice, in {single.name} and in {shard.name}, which {index_file.name} "
-                "names. Remove those of the older save, or save again in another folder."
-            )
+def _check_one_save(folder: Path, files: list[Path]) -> None:
+    """Raises a `ValueError` if there are files of two saves, of which one is older."""
+    if len(files) > 1:
+        raise ValueError(
+            f"{folder} holds weights twice, in {files[0].name} and in {files[1].name}. Remove those of the older save, "
+            "or save again in another folder."
+        )
 
 
 def _variant(name: str, variant: str | None) -> str:
@@ -244,10 +225,7 @@ def check_weights(headers: dict[str, Stored], quantized: bool, where: str) -> No
 def sha256_of(path: Path) -> str:
     """Returns the SHA-256 of a file, as 64 hexadecimal digits."""
     with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return sha_fileobj(file).hex()
 
 
 class NotesWhatIsMissing:

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from huggingface_hub.dataclasses import as_validated_field
@@ -152,29 +152,20 @@ def config_of_fields(argument: str, config_class: type[Made], fields: dict[str, 
     return config_class(**fields)
 
 
-@as_validated_field
-def positive(value: float | None) -> None:
-    """Checks a field with a positive number. None passes, because the type of the field decides about it."""
-    if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"Expected a positive number, got {value}.")
+def _number(expected: str, is_right: Callable[[float], bool]) -> Any:
+    """Returns a field with a number. None passes, because the type of the field decides about it."""
+
+    def check(value: float | None) -> None:
+        if value is not None and not is_right(value):
+            raise ValueError(f"Expected {expected}, got {value}.")
+
+    return as_validated_field(check)
 
 
-@as_validated_field
-def not_negative(value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"Expected a number of at least 0, got {value}.")
-
-
-@as_validated_field
-def finite(value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"Expected a finite number, got {value}.")
-
-
-@as_validated_field
-def share(value: float) -> None:
-    if not 0 <= value < 1:
-        raise ValueError(f"Expected a number from 0 to below 1, got {value}.")
+positive = _number("a positive number", lambda value: 0 < value < math.inf)
+not_negative = _number("a number of at least 0", lambda value: 0 <= value < math.inf)
+finite = _number("a finite number", math.isfinite)
+share = _number("a number from 0 to below 1", lambda value: 0 <= value < 1)
 
 
 def check_buckets(num_buckets: int, max_distance: int) -> None:
@@ -283,8 +274,9 @@ def check_fields(
             raise ValueError(f"{where}: expected the names of settings, got {short(name)}.")
         if KERNELS.match(name):
             _check_kernel(name, value, where)
-        elif name == "transformers_weights":
-            _check_weights_name(value, where)
+        elif name == "transformers_weights" and value is not None:  # loaded in place of `model.safetensors`
+            if not isinstance(value, str) or not re.fullmatch(r"[\w][\w.-]*\.safetensors(\.index\.json)?", value):
+                raise ValueError(f"{where}: expected `{name}` to name a safetensors file, got {short(value)}.")
         elif name == "num_labels" and isinstance(value, int) and value > MOST_LABELS:
             raise ValueError(f"{where}: expected `num_labels` of at most {MOST_LABELS}, got {short(value)}.")
         elif name.endswith("_config") and name != "quantization_config" and isinstance(value, dict):
@@ -301,14 +293,6 @@ def _check_kernel(name: str, value: Any, where: str) -> None:
                 f"{where}: expected `{name}` to be a kernel of transformers, such as 'sdpa', got {short(value)}. Pass "
                 "code from elsewhere to `from_pretrained`, if you trust it."
             )
-
-
-def _check_weights_name(value: Any, where: str) -> None:
-    """Checks the name of a file that transformers would load in place of `model.safetensors`."""
-    if value is not None and (
-        not isinstance(value, str) or not re.fullmatch(r"[\w][\w.-]*\.safetensors(\.index\.json)?", value)
-    ):
-        raise ValueError(f"{where}: expected `transformers_weights` to name a safetensors file, got {short(value)}.")
 
 
 def is_quantized(fields: dict[str, Any]) -> bool:

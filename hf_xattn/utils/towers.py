@@ -92,20 +92,16 @@ def class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def class_of_type(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
-    """Returns what [`class_of`] returns, for the class of a configuration."""
+    """Returns the class of the tower of a configuration's class. None if transformers does not know it."""
     if config_class in MODEL_MAPPING:
         found = MODEL_MAPPING[config_class]
         return found if isinstance(found, type) else None
-    return _own_class(config_class)
-
-
-def own_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Returns the class of the tower if `AutoModel` does not know it, else None."""
-    return None if type(config) in MODEL_MAPPING else _own_class(type(config))
-
-
-def _own_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
     name, module = CLASSES.get(config_class.model_type), config_class.__module__
     if name is None or not module.startswith("transformers."):
         return None
     return getattr(importlib.import_module(module.replace(".configuration_", ".modeling_")), name, None)
+
+
+def own_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Returns the class of the tower if `AutoModel` does not know it, else None."""
+    return None if type(config) in MODEL_MAPPING else class_of_type(type(config))

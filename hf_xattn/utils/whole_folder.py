@@ -17,7 +17,6 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -26,10 +25,13 @@ HIDDEN, MARKER = ".hf_xattn-save-", ".hf_xattn-unfinished"
 LAST = re.compile(r"(config|index|cross_attention)[\w.-]*\.json$")  # the files that say which model a folder holds
 
 
-class WholeFolder:
+@contextlib.contextmanager
+def whole_folder(
+    target: str | os.PathLike[str], stale: Callable[[Path], Iterable[Path]] | None = None
+) -> Iterator[Path]:
     """Context that writes files into a folder, all or none.
 
-    The body of `with WholeFolder(target) as fresh: ...` writes into the folder `fresh`.
+    The body of `with whole_folder(target) as fresh: ...` writes into the folder `fresh`.
 
     Args:
         target (`str` or `Path`): the folder. Its files that the body does not write are kept.
@@ -38,57 +40,42 @@ class WholeFolder:
     Raises:
         OSError: for a full disk, for example. `target` is then as it was before.
     """
+    target = Path(target).resolve()  # a rename would replace a link
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _hidden_folder(target) as hidden:
+        fresh = hidden / target.name
+        fresh.mkdir()
+        yield fresh
+        files = [str(path.relative_to(fresh)) for path in fresh.rglob("*") if not path.is_dir()]
+        for name in files:
+            _flush(fresh / name)
+        try:
+            os.rename(fresh, target)
+        except OSError:
+            if not target.is_dir():
+                raise
+            _replace(fresh, target, files, stale or (lambda _: ()))
 
-    def __init__(self, target: str | os.PathLike[str], stale: Callable[[Path], Iterable[Path]] | None = None):
-        self.target = Path(target).resolve()  # a rename would replace a link
-        self._stale = stale
-        self._hidden = contextlib.ExitStack()
 
-    def __enter__(self) -> Path:
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        self.fresh = self._hidden.enter_context(_hidden_folder(self.target)) / self.target.name
-        self.fresh.mkdir()
-        return self.fresh
-
-    def __exit__(self, *error: Any) -> None:
-        if error[0] is None:
-            self.commit()
-        self._hidden.__exit__(*error)
-
-    def commit(self) -> None:
-        """Moves the files to their places. The end of the `with` statement does this, too."""
-        if not self.fresh.is_dir():
-            return
-        files = [str(path.relative_to(self.fresh)) for path in self.fresh.rglob("*") if not path.is_dir()]
-        with self._hidden:
-            for name in files:
-                _flush(self.fresh / name)
-            try:
-                os.rename(self.fresh, self.target)
-            except OSError:
-                if not self.target.is_dir():
-                    raise
-                self._replace(files)
-
-    def _replace(self, files: list[str]) -> None:
-        if name := next((name for name in files if (self.target / name).is_dir()), None):
-            raise IsADirectoryError(errno.EISDIR, "Expected a file, got a folder", str(self.target / name))
-        with _locked(self.target):  # so that the files of two saves do not mix
-            old = () if self._stale is None else self._stale(self.target)
-            stale = {path.name for path in old}.difference(files)
-            marker = self.target / MARKER
-            earlier = marker.read_text(errors="replace").splitlines() if marker.is_file() else []
-            (self.fresh.parent / MARKER).write_text("\n".join([*earlier, *files, *stale]))
-            os.replace(self.fresh.parent / MARKER, marker)
-            for name in stale:
-                (self.target / name).unlink(missing_ok=True)
-            for name in sorted(files, key=lambda name: bool(LAST.search(name))):
-                (self.target / name).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(self.fresh / name, self.target / name)
-            left = [name for name in earlier if name not in files and (self.target / name).exists()]
-            marker.write_text("\n".join(left))
-            if not left:
-                marker.unlink()
+def _replace(fresh: Path, target: Path, files: list[str], stale: Callable[[Path], Iterable[Path]]) -> None:
+    """Moves files into a folder that exists, one by one."""
+    if name := next((name for name in files if (target / name).is_dir()), None):
+        raise IsADirectoryError(errno.EISDIR, "Expected a file, got a folder", str(target / name))
+    with _locked(target):  # so that the files of two saves do not mix
+        old = {path.name for path in stale(target)}.difference(files)
+        marker = target / MARKER
+        earlier = marker.read_text(errors="replace").splitlines() if marker.is_file() else []
+        (fresh.parent / MARKER).write_text("\n".join([*earlier, *files, *old]))
+        os.replace(fresh.parent / MARKER, marker)
+        for name in old:
+            (target / name).unlink(missing_ok=True)
+        for name in sorted(files, key=lambda name: bool(LAST.search(name))):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(fresh / name, target / name)
+        left = [name for name in earlier if name not in files and (target / name).exists()]
+        marker.write_text("\n".join(left))
+        if not left:
+            marker.unlink()
 
 
 def refuse_unfinished(folder: str | os.PathLike[str]) -> None:

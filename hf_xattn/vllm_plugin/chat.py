@@ -53,7 +53,9 @@ class XAttnRenderer(HfRenderer):
         except (TemplateError, TypeError) as error:
             raise ValueError(f"Expected a conversation that the chat template can render, got: {error}") from error
         tokens = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        check_markers(self.processor, tokens, sum(_count_images(message) for message in conversation))
+        contents = (message.get("content") for message in conversation)
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        check_markers(self.processor, tokens, sum(part.get("type") == "image" for part in parts))
         return tokens
 
     def _tokenize_singleton_prompt(self, prompt: Any, params: Any) -> Any:
@@ -107,11 +109,6 @@ class XAttnRenderer(HfRenderer):
     async def render_messages_async(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         conversation, images, uuids = await parse_chat_messages_async(messages, self.model_config, **_options(params))
         return conversation, _prompt(await self.render_async(conversation, params), images, uuids)
-
-
-def _count_images(message: Any) -> int:
-    content = message.get("content")
-    return sum(part.get("type") == "image" for part in content) if isinstance(content, list) else 0
 
 
 def _options(params: Any) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def weights_of_folder(name: str, revision: str | None) -> Iterator[tuple[str, to
     Raises:
         ValueError, OSError: if a base is missing, cannot be loaded or has other weights, or if the folder is damaged.
     """
-    saved = SmallCheckpoint.find(name, {} if revision is None else {"revision": revision})
+    saved = SmallCheckpoint.find(name, {"revision": revision})
     return None if saved is None else _weights(saved)
 
 

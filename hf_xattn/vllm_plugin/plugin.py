@@ -3,8 +3,9 @@
 vLLM catches no error of a plug-in. An exception here would stop an engine that serves a model of another package. Such
 an engine must start as if this package were not installed.
 
-vLLM does not promise stable names to plug-ins. The tables in this file therefore list all names of vLLM that this
-package uses, and the versions that have them. A test compares the tables with the installed vLLM.
+vLLM does not promise stable names to plug-ins. A name that this package imports and vLLM lacks is an error of Python.
+But a method that this package replaces and vLLM no longer calls would change answers without an error. So these methods
+are in a table, and the plug-in refuses a vLLM without them.
 """
 
 from __future__ import annotations
@@ -18,36 +19,7 @@ ARCHITECTURES = ("XAttnForConditionalGeneration", "MllamaForConditionalGeneratio
 # The oldest and the newest version with which the tests ran.
 OLDEST, NEWEST = "0.32.0", "0.32.0"
 
-# Modules of vLLM, each with the names that are imported from it.
-NAMES = {
-    "vllm.config.compilation": "CUDAGraphMode",
-    "vllm.distributed.parallel_state": "get_tensor_model_parallel_world_size",
-    "vllm.forward_context": "get_forward_context",
-    "vllm.inputs.engine": "mm_enc_dec_input mm_input",
-    "vllm.model_executor.layers.attention": "CrossAttention",
-    "vllm.model_executor.layers.linear": "ColumnParallelLinear RowParallelLinear",
-    "vllm.model_executor.model_loader.weight_utils": "default_weight_loader",
-    "vllm.model_executor.models": "ModelRegistry",
-    "vllm.model_executor.models.config": "MODELS_CONFIG_MAP VerifyAndUpdateConfig",
-    "vllm.model_executor.models.interfaces": "SupportsMultiModal",
-    "vllm.model_executor.models.utils": "init_vllm_registered_model",
-    "vllm.multimodal": "MULTIMODAL_REGISTRY",
-    "vllm.multimodal.inputs": "MultiModalFieldConfig MultiModalKwargsItems PlaceholderRange",
-    "vllm.multimodal.parse": "ImageProcessorItems",
-    "vllm.multimodal.processing": "BaseDummyInputsBuilder BaseProcessingInfo EncDecMultiModalProcessor",
-    "vllm.renderers.chat_utils": "parse_chat_messages parse_chat_messages_async",
-    "vllm.renderers.hf": "HfRenderer",
-    "vllm.renderers.registry": "RENDERER_REGISTRY",
-    "vllm.tokenizers.registry": "TokenizerRegistry",
-    "vllm.transformers_utils.config": "HFConfigParser _CONFIG_FORMAT_TO_CONFIG_PARSER",
-    "vllm.transformers_utils.model_arch_config_convertor": (
-        "MODEL_ARCH_CONFIG_CONVERTORS ModelArchConfigConvertorBase"
-    ),
-    "vllm.utils.async_utils": "make_async",
-    "vllm.utils.torch_utils": "direct_register_custom_op",
-    "vllm.v1.worker.gpu_model_runner": "GPUModelRunner",
-}
-# Private methods, each with the class that defines it: a class of the table above, or its base class.
+# Private methods that are replaced or called, each with the class that defines it.
 PRIVATE = {
     "_tokenize_singleton_prompt": "vllm.renderers.base.BaseRenderer",
     "_tokenize_singleton_prompt_async": "vllm.renderers.base.BaseRenderer",
@@ -108,9 +80,8 @@ def refuse(reason: str) -> None:
 
 
 def missing_names() -> list[str]:
-    """Returns the names of both tables that the installed vLLM lacks, each with its module. Only imports `vllm`."""
-    wanted = [(module, name) for module, names in NAMES.items() for name in names.split()]
-    wanted += [(owner.rpartition(".")[0], name) for name, owner in PRIVATE.items()]
+    """Returns the names of `PRIVATE` that the installed vLLM lacks, each with its module. Only imports `vllm`."""
+    wanted = [(owner.rpartition(".")[0], name) for name, owner in PRIVATE.items()]
     return [f"`{name}` of `{module}`" for module, name in wanted if name not in source(module)]
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedConfig
 
 from ..configuration_xattn import XAttnConfig
 from ..processing_xattn import XAttnProcessor
 from ..utils.parts import named_parts
+from .steps import images_seen
 
 
 class Decoder(NamedTuple):
@@ -103,12 +105,4 @@ def last_seen(rule: str, markers: list[bool], num_images: int) -> int:
             f"Expected one image marker in the prompt for each image, because of `image_visibility={rule!r}`, got "
             f"{sum(markers)} markers and {num_images} images."
         )
-    if rule == "previous":
-        return num_images
-    if rule == "latest":
-        return 1
-    places = [place for place, marker in enumerate(markers) if marker][:num_images]
-    count = 1
-    while count < num_images and places[-count - 1] == places[-count] - 1:
-        count += 1
-    return count
+    return int(images_seen(rule, torch.tensor(markers), num_images)[-1].sum())

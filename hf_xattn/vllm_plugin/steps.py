@@ -47,19 +47,12 @@ class Step(NamedTuple):
     masked: tuple[Masked, ...] = ()  # the prompts that need a mask
 
 
-def request_of_token(query_start_loc: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Returns the index of the request to which each token belongs, `(tokens,)`.
-
-    No value is read on the host, so that the step could be recorded as a CUDA graph.
-    """
-    places = torch.arange(num_tokens, device=query_start_loc.device, dtype=query_start_loc.dtype)
-    index = torch.searchsorted(query_start_loc[1:], places, right=True)
-    return index.clamp(max=query_start_loc.shape[0] - 2)
-
-
 def read_step(metadata: Any, num_tokens: int) -> Step:
     """Reads a step without new images. `metadata` is the engine's metadata of a cross-attention layer."""
-    requests = request_of_token(metadata.query_start_loc, num_tokens)
+    starts = metadata.query_start_loc
+    places = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
+    # No value is read on the host, so that the step could be recorded as a CUDA graph.
+    requests = torch.searchsorted(starts[1:], places, right=True).clamp(max=starts.shape[0] - 2)
     visible = (metadata.seq_lens > 0)[requests][:, None]
     return Step(visible, visible)
 
@@ -95,7 +88,7 @@ def read_step_with_images(
         )
     read, stored, masked, first = [], [], [], 0
     for request, states in zip(begins, given):
-        states, real = split_real(states) if images.tiled else (states, None)
+        states, real = (states[..., :-1], states[..., -1] != 0) if images.tiled else (states, None)  # see `with_real`
         text, count = slice(starts[request], starts[request + 1]), states.shape[0]
         mask = _tokens_seen(images, input_ids[text], count, real)
         # Text after the prompt sees what the last token of the prompt sees. The cache only keeps these image tokens.
@@ -126,19 +119,14 @@ def with_real(features: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     return torch.cat([features, real[..., None].to(features.dtype)], dim=-1)
 
 
-def split_real(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Undoes [`with_real`]: returns the image tokens, and the mask of the tokens of real tiles."""
-    return states[..., :-1], states[..., -1] != 0
-
-
 def _tokens_seen(images: Images, input_ids: torch.Tensor, count: int, real: torch.Tensor | None) -> torch.Tensor:
     """Returns which of `count` image tokens each token of a prompt sees, `(text_len, count)`."""
     markers = input_ids.eq(-1 if images.image_token_id is None else images.image_token_id)
-    sees = _images_seen(images.rule, markers, count // images.tokens).repeat_interleave(images.tokens, dim=1)
+    sees = images_seen(images.rule, markers, count // images.tokens).repeat_interleave(images.tokens, dim=1)
     return sees if real is None else sees & real
 
 
-def _images_seen(rule: str, markers: torch.Tensor, num_images: int) -> torch.Tensor:
+def images_seen(rule: str, markers: torch.Tensor, num_images: int) -> torch.Tensor:
     """Returns which images each token of a prompt sees, `(text_len, num_images)`."""
     order = image_order(markers.new_ones(1, num_images))
     if rule == "all":

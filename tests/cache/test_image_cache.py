@@ -126,7 +126,7 @@ def test_files_of_other_weights_are_refused(tmp_path):
     with pytest.raises(ValueError, match="not an image cache"):
         load_image_cache(tmp_path / "else.safetensors", model)
     (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match="not a readable safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         load_image_cache(tmp_path / "cut.safetensors", model)
     with pytest.raises(FileNotFoundError):
         load_image_cache(tmp_path / "missing.safetensors", model)
@@ -137,7 +137,7 @@ def test_caches_of_other_models_are_not_combined():
     first = make_model().encode_images(pixel_values=pixels(1))
     second = make_model(cross_attention_layers=[0]).encode_images(pixel_values=pixels(1))
     with pytest.raises(
-        ValueError, match=r"different models: \(blocks, K/V heads, head width\) are \[\(1, 2, 8\), \(2, 2, 8\)\]"
+        ValueError, match=r"one model: \(blocks, K/V heads, head width\), got .*\(1, 2, 8\).*\(2, 2, 8\)"
     ):
         combine_images([first, second])
 

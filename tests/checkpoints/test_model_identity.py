@@ -135,7 +135,7 @@ def test_encoded_images_of_other_weights_are_refused():
     ):
         with pytest.raises(ValueError, match="another model encoded, or this one with other weights"):
             call()
-    with pytest.raises(ValueError, match="different models"):
+    with pytest.raises(ValueError, match="one model and one state of its weights"):
         combine_images([encoded, other.encode_images(pixel_values=images)])
     generate(make_model(), ids, cache=encoded)  # equal weights: the same images
     for parameter in (

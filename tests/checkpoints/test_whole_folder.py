@@ -17,7 +17,7 @@ from helpers.models.tiny_models import make_model, pixels, randomize
 from hf_xattn import retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.storage.image_files import load_image_cache, save_image_cache
-from hf_xattn.utils.whole_folder import HIDDEN, MARKER, WholeFolder, refuse_unfinished, replace_file, whole_file
+from hf_xattn.utils.whole_folder import HIDDEN, MARKER, refuse_unfinished, replace_file, whole_file, whole_folder
 
 
 posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="limits and locks of POSIX")
@@ -132,9 +132,9 @@ def test_another_writer_is_left_alone(tmp_path):
     """Files of a save that is under way, removed as leftovers of a killed one."""
     (tmp_path / "there").mkdir()
     for name in ("there", "new"):
-        with WholeFolder(tmp_path / name) as first:
+        with whole_folder(tmp_path / name) as first:
             (first / "config.json").write_text("1")
-            with WholeFolder(tmp_path / name) as second:
+            with whole_folder(tmp_path / name) as second:
                 (second / "config.json").write_text("2")
                 (second / "more.json").write_text("2")
             assert (tmp_path / name / "config.json").read_text() == "2"
@@ -204,7 +204,7 @@ def test_a_marker_stays_until_all_is_saved_again(tmp_path):
     folder = tmp_path / "model"
 
     def save(*names):
-        with WholeFolder(folder, lambda folder: folder.glob("weights*")) as fresh:
+        with whole_folder(folder, lambda folder: folder.glob("weights*")) as fresh:
             for name in names:
                 (fresh / name).write_text(name)
 
@@ -236,12 +236,12 @@ def test_files_move_in_turns(tmp_path, monkeypatch):
             (folder / name).write_text(text)
 
     def save():
-        with WholeFolder(tmp_path / "model") as fresh:
+        with whole_folder(tmp_path / "model") as fresh:
             write(fresh, "first")
 
     monkeypatch.setattr(os, "replace", slowly)
     thread = threading.Thread(target=save)
-    with WholeFolder(tmp_path / "model") as fresh:
+    with whole_folder(tmp_path / "model") as fresh:
         write(fresh, "second")
         thread.start()
         moved.wait()
@@ -275,7 +275,7 @@ def test_a_folder_in_the_place_of_a_file(models, tmp_path):
     with pytest.raises(IsADirectoryError, match="Expected a file, got a folder"):
         models[1].save_pretrained(tmp_path / "model")
     assert content(tmp_path) == before
-    with pytest.raises(NotADirectoryError), WholeFolder(tmp_path / "model" / "config.json"):
+    with pytest.raises(NotADirectoryError), whole_folder(tmp_path / "model" / "config.json"):
         pass
     with pytest.raises(FileNotFoundError, match="no"), whole_file(tmp_path / "no" / "a"):
         pass
@@ -290,11 +290,11 @@ def test_what_killed_processes_have_left(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "mine").write_text("mine")
     (tmp_path / f"{HIDDEN}link").symlink_to(tmp_path / "elsewhere")
-    with WholeFolder(tmp_path / "other") as fresh:
+    with whole_folder(tmp_path / "other") as fresh:
         name = fresh.parent.name
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text("half")
-    with WholeFolder(tmp_path / "model") as first:
+    with whole_folder(tmp_path / "model") as first:
         (first / "config.json").write_text("1")
         with whole_file(tmp_path / "file") as file:
             file.write_text("2")
@@ -305,7 +305,7 @@ def test_what_killed_processes_have_left(tmp_path):
 def test_a_save_of_another_machine(tmp_path, monkeypatch):
     """A save that is under way on another machine, whose lock a network file system does not show here."""
     monkeypatch.setattr("socket.gethostname", lambda: "other")
-    with WholeFolder(tmp_path / "model") as fresh:
+    with whole_folder(tmp_path / "model") as fresh:
         left = fresh.parent.with_name(f"{fresh.parent.name}x")
     left.mkdir()
     (left / "config.json").write_text("half")
@@ -339,6 +339,6 @@ def test_a_save_works_where_folders_cannot_be_locked(tmp_path, monkeypatch):
     left.mkdir()
     (left / "config.json").write_text("half")
     for text in ("1", "2"):
-        with WholeFolder(tmp_path / "made") as fresh:
+        with whole_folder(tmp_path / "made") as fresh:
             (fresh / "config.json").write_text(text)
         assert (tmp_path / "made" / "config.json").read_text() == text and left.exists()

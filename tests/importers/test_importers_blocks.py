@@ -255,7 +255,7 @@ def test_wrong_kempnerforge_checkpoints():
         (good, {"every": 2}, r"blocks \[0\], but 4 layers with `every=2` have 2"),
         (good, {"num_attention_heads": 3}, "do not fit the 16 query"),
         ({key: value for key, value in good.items() if "v_proj" not in key}, {}, "no tensor for .*v_proj"),
-        (good | {"cross_attention_layers.0.attn.bias": torch.zeros(1)}, {}, "the model has no .*attn.bias"),
+        (good | {"cross_attention_layers.0.attn.bias": torch.zeros(1)}, {}, "does not have: .*attn.bias"),
     ):
         with pytest.raises(ValueError, match=message):
             import_kempnerforge(state, text, **options | changes)
@@ -284,5 +284,5 @@ def test_a_tensor_without_a_place_is_not_lost(tmp_path):
     """Weights of an adapter that an export leaves out."""
     model = import_checkpoint(make_mllama())
     model.blocks[0].attn.q_proj.register_parameter("lora_A", torch.nn.Parameter(torch.ones(2, 2)))
-    with pytest.raises(ValueError, match="with Mllama's tensors only, got .*lora_A"):
+    with pytest.raises(ValueError, match="does not have: .*lora_A"):
         export_checkpoint(model, tmp_path / "out")

@@ -276,10 +276,10 @@ def test_a_changed_model_does_not_go_back(tmp_path):
     changed.model.text_model.lm_head = torch.nn.Linear(32, VOCAB + 1, bias=False)
     changed.save_pretrained(tmp_path / "changed")
     for source in (changed, tmp_path / "changed"):
-        with pytest.raises(ValueError, match=r"another shape .* expected \(96, 32\) for .*, got \(97, 32\)"):
+        with pytest.raises(ValueError, match=r"expected shape \(96, 32\) for .*, got \(97, 32\)"):
             export_checkpoint(source, tmp_path / "out")
     del changed.model.text_model.model.layers[1].cross_attention_block
-    with pytest.raises(ValueError, match="not complete: expected .*cross_attention_block"):
+    with pytest.raises(ValueError, match="no tensor for .*cross_attention_block"):
         export_checkpoint(changed, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

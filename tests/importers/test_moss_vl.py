@@ -191,7 +191,7 @@ def test_rows_with_and_without_a_picture(moss, both):
         ({"rope_theta": None}, "`rope_theta` .* to be a number, got None"),
         ({"rope_scaling": {"mrope_section": [6, 3, 4], "mrope_interleaved": True}}, "`sections` of 12 frequencies"),
         ({"cross_attention_layers": [1, 9]}, "expected indices from 0 to 5"),
-        ({"cross_attention_layers": [1, 3]}, "tensors that its model type does not have"),
+        ({"cross_attention_layers": [1, 3]}, "tensors that the model does not have"),
     ],
 )
 def test_other_checkpoints_are_refused(moss, tmp_path, changed, said):

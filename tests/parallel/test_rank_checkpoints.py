@@ -59,7 +59,7 @@ def test_parts_that_ranks_wrote_load_as_one_model(tmp_path):
         load(folder)
     (tmp_path / "first").rename(folder / rank_file(1))
     save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="holds weights twice, in shard-00001-.* and model.safetensors"):
+    with pytest.raises(ValueError, match="holds weights twice, in shard-00001-.* and in model.safetensors"):
         load(folder)
 
 

@@ -109,9 +109,9 @@ def test_videos_in_parts():
 
 
 WRONG = {
-    "a string": ("a dog", TypeError, "`conversation` to be a list"),
-    "empty": ([], ValueError, "Expected `conversation` to have one message or more, got an empty list"),
-    "empty in a batch": ([TALK, []], ValueError, "conversation 1 to have one message or more"),
+    "a string": ("a dog", TypeError, "`conversation` to be a list of one message or more, got 'a dog'"),
+    "empty": ([], TypeError, "Expected `conversation` to be a list of one message or more, got .."),
+    "empty in a batch": ([TALK, []], TypeError, "conversation 1 to be a list of one message or more"),
     "message": (["a dog"], TypeError, "message 0 of `conversation` to be a dict"),
     "no role": ([{"content": "a"}], TypeError, "message 0.*without `role`"),
     "content": ([{"role": "user", "content": 3}], TypeError, "content of message 0.*got int"),

@@ -110,10 +110,10 @@ def test_a_tower_of_grey_pictures(parts):
 
 IMAGE = "IMAGE"
 WRONG = {
-    "swapped": (("a dog", IMAGE), {}, "`text`.*str.*got PIL.Image.Image.*`images` is the first"),
-    "swapped_lists": ((["a"], [IMAGE]), {}, "`text`.*list with PIL.Image.Image.*`images` is the first"),
-    "text_type": ((), {"text": 3}, "`text`.*str or a list of one str or more, got int"),
-    "text_entry": ((), {"text": ["a", None]}, "`text`.*got a list with NoneType"),
+    "swapped": (("a dog", IMAGE), {}, "`text`.*str.*got <PIL.*`images` is the first"),
+    "swapped_lists": ((["a"], [IMAGE]), {}, "`text`.*got .<PIL.*`images` is the first"),
+    "text_type": ((), {"text": 3}, "`text`.*str or a list of one str or more, got 3"),
+    "text_entry": ((), {"text": ["a", None]}, "`text`.*got .*None"),
     "image_type": ((3, "a"), {}, "`images`.*PIL, numpy, torch.*got int"),
     "image_entry": (([3], ["a"]), {}, "`images`.*got int"),
     "misspelt": ((), {"text": "a", "paddin": True}, "`paddin`. Did you mean `padding`"),
@@ -152,7 +152,7 @@ def test_texts_and_images_that_do_not_match_are_refused(parts):
         processor(images=[[picture], [picture]], text="a")
     with pytest.raises(ValueError, match="`text`, `images` or both"):
         processor()
-    with pytest.raises(TypeError, match="`text` to be .* one str or more, got an empty list"):
+    with pytest.raises(TypeError, match="`text` to be .* one str or more, got \\[\\]"):
         processor(text=[])
     with pytest.raises(ValueError, match="`images` to have one entry for each text, got an empty list"):
         processor(images=[], text=["a", "dog"])
@@ -219,8 +219,6 @@ def test_normalised_values_are_not_rescaled_ones():
     "size",
     [
         {"height": 10**6, "width": 10**6},
-        {"height": -1, "width": 4},
-        {"height": "x", "width": 4},
         {"height": float("nan"), "width": 4},
     ],
 )

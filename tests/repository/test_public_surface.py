@@ -268,9 +268,9 @@ SURFACES = {
             "text": value(
                 none=Wrong(None, "`images` or both"),
                 kind=3,
-                rank=Wrong([["a"]], "list with list"),
-                size=Wrong([], "empty"),
-                dtype=Wrong([3], "list with int"),
+                rank=Wrong([["a"]], "one str or more"),
+                size=Wrong([], "one str or more"),
+                dtype=Wrong([3], "one str or more"),
             ),
         },
         fields={"images", "videos", "text"},
@@ -283,7 +283,7 @@ SURFACES = {
                 none=None,
                 kind="a dog",
                 rank=Wrong([3], "message 0.*int"),
-                size=Wrong([], "empty"),
+                size=Wrong([], "one message or more"),
                 dtype=Wrong([[3]], "message 0"),
             ),
         },
@@ -308,7 +308,7 @@ SURFACES = {
     "combine_images": Surface(
         image_files.combine_images,
         functools.partial(call_cache, image_files.combine_images),
-        {"caches": value(none=None, kind=3, rank=[[1]], size=Wrong([], "empty"))},
+        {"caches": value(none=None, kind=3, rank=[[1]], size=Wrong([], "one image cache or more"))},
     ),
 }
 

@@ -92,24 +92,30 @@ REFUSED = {
     "cut off": (asked(TEXT, drawing(1), BROKEN[: len(BROKEN) // 2]), "part 1 of message 0 cannot be read"),
     "file of the server": (asked(TEXT, __file__), "start with data:image/"),
     "an address": (asked(TEXT, "https://example.com/a.png"), "with `--fetch-images`"),
-    "no address": ({"role": "user", "content": [{"type": "image_url"}]}, "got NoneType"),
+    "no address": (
+        {"role": "user", "content": [{"type": "image_url"}]},
+        "parts.0.image_url.image_url`: Field required",
+    ),
     "audio": (
         {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]},
-        "part of type 'input_audio'",
+        "Input tag 'input_audio'",
     ),
-    "text that is none": ({"role": "user", "content": [{"type": "text", "text": 3}]}, "part 0 of message 0"),
-    "content that is none": ({"role": "user", "content": 3}, "got int"),
-    "no role": ({"content": "a"}, "`role`"),
-    "no message": (None, "`messages` to be a list of messages, got an empty list"),
+    "text that is none": (
+        {"role": "user", "content": [{"type": "text", "text": 3}]},
+        "parts.0.text.text`: Input should be a valid string",
+    ),
+    "content that is none": ({"role": "user", "content": 3}, "0.content.parts`: Input should be a valid list"),
+    "no role": ({"content": "a"}, "0.role`: Field required"),
+    "no message": (None, "`messages`: List should have at least 1 item"),
     "a text with a picture in it": (
         {"role": "user", "content": [{"type": "text", "text": "a", "image_url": {"url": BROKEN}}]},
-        "got a part of type 'text' with `image_url` in it",
+        "parts.0.text.image_url`: Extra inputs",
     ),
     "a picture with a text in it": (
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": BROKEN}, "text": "a"}]},
-        "got a part of type 'image_url' with `text` in it",
+        "parts.0.image_url.text`: Extra inputs",
     ),
-    "images beside the content": ({"role": "user", "content": "a", "images": ["x"]}, "got ['images']"),
+    "images beside the content": ({"role": "user", "content": "a", "images": ["x"]}, "0.images`: Extra inputs"),
 }
 
 

@@ -32,22 +32,16 @@ TABLES = (
     of_configs._CONFIG_FORMAT_TO_CONFIG_PARSER,
     MODEL_ARCH_CONFIG_CONVERTORS,
 )
-LISTED = [(module, name) for module, names in plugin.NAMES.items() for name in names.split()]
-LISTED += [(owner.rpartition(".")[0], name) for name, owner in plugin.PRIVATE.items()]
+LISTED = [(owner.rpartition(".")[0], name) for name, owner in plugin.PRIVATE.items()]
 # What `register` imports: the model's own modules are imported when such a model loads.
 IMPORTED = [
-    (module, name)
-    for module, name in LISTED
-    if module
-    in (
-        "vllm.config.compilation",
-        "vllm.model_executor.models",
-        "vllm.model_executor.models.config",
-        "vllm.renderers.registry",
-        "vllm.tokenizers.registry",
-        "vllm.transformers_utils.config",
-        "vllm.transformers_utils.model_arch_config_convertor",
-    )
+    ("vllm.config.compilation", "CUDAGraphMode"),
+    ("vllm.model_executor.models", "ModelRegistry"),
+    ("vllm.model_executor.models.config", "MODELS_CONFIG_MAP"),
+    ("vllm.renderers.registry", "RENDERER_REGISTRY"),
+    ("vllm.tokenizers.registry", "TokenizerRegistry"),
+    ("vllm.transformers_utils.config", "HFConfigParser"),
+    ("vllm.transformers_utils.model_arch_config_convertor", "MODEL_ARCH_CONFIG_CONVERTORS"),
 ]
 
 
@@ -129,7 +123,7 @@ def test_a_registration_that_fails(registered, folder, monkeypatch):
     check_refused(registered, folder, "TypeError: takes 2 arguments")
 
 
-LACKS_A_NAME = "from hf_xattn.vllm_plugin import plugin\nplugin.NAMES['vllm.config'] = 'GoneFromHere'\n"
+LACKS_A_NAME = "from hf_xattn.vllm_plugin import plugin\nplugin.PRIVATE['GoneFromHere'] = 'vllm.config.Nothing'\n"
 BROKEN_IMPORT = "import sys\nsys.modules['hf_xattn.modeling_xattn'] = None\n"
 
 
