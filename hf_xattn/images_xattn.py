@@ -27,6 +27,7 @@ from .images.image_encoder import ImageEncoder, ImageSource, Numbering
 from .images.image_inputs import ImageInputs
 from .layers.block import GatedCrossAttentionBlock, cross_attention_blocks
 from .layers.context import KEYWORD, ImageTokens
+from .layers.positions import positions_in_images
 from .utils.distributed import fsdp_forward, is_distributed
 from .utils.transformers_api import takes_cache
 
@@ -324,7 +325,18 @@ class XAttnImagesMixin:
             cross ([`CrossCache`]): The images so far. It is not changed. The new keys and values get its dtype.
             layout ([`ImageLayout`], *optional*): Layout of the new images; None for images without padding.
         """
-        images = ImageTokens.of(self.config.cross_attention_config, states, layout, first=not cross.layers)
+        config = self.config.cross_attention_config
+        real = None if layout is None or layout.token_mask is None else layout.real_tokens(states.shape[0])
+        positions = None
+        if layout is not None and config.position != "none":
+            positions = positions_in_images(layout.sizes, states.device)
+            positions = positions if real is None else positions[:, real.coordinates[1].to(positions.device)]
+        images = ImageTokens(
+            states=states if real is None else real.take(states),
+            real=real,
+            positions=positions,
+            null_key=config.quiet_softmax and not cross.layers,
+        )
         dtype = cross.cache_dtype
         found: list[KeyValue] = []
         layers: Any = self.text_model.get_submodule(self._interface.layers)
@@ -334,9 +346,10 @@ class XAttnImagesMixin:
             if torch.compiler.is_compiling() and not is_distributed():
                 layer = layer.forward  # `torch.compile` cannot trace the hooks that record hidden states here
             for key, value in layer(None, **{KEYWORD: images}):
-                cached = cross.layers[len(found)].read() if cross.layers else None
-                # Keys and values are rounded before they are read, so that this call reads the same as later calls.
-                found.append(append(cached, (as_stored(key, dtype), as_stored(value, dtype))))
+                if dtype is not None:  # rounded before they are read, so that this call reads the same as later calls
+                    key, value = as_stored(key, dtype), as_stored(value, dtype)
+                new = key, value
+                found.append(append(cross.layers[len(found)].read(), new) if cross.layers else new)
         return found
 
     def _check_made_here(self, cross: CrossCache) -> None:

@@ -48,9 +48,14 @@ class CrossAttentionLayer(DynamicLayer):
     def __init__(self, key: States, value: States):
         super().__init__()
         self.dtype, self.device = key.dtype, key.device
-        self.keys, self.key_scales = _tensors_of(key)
-        self.values, self.value_scales = _tensors_of(value)
-        self.cache_dtype = key.form if isinstance(key, StoredStates) else None
+        self.key_scales: torch.Tensor | None = None
+        self.value_scales: torch.Tensor | None = None
+        self.cache_dtype: str | None = None
+        if isinstance(key, StoredStates) and isinstance(value, StoredStates):
+            self.keys, self.key_scales, self.cache_dtype = key.steps, key.scales, key.form
+            self.values, self.value_scales = value.steps, value.scales
+        else:
+            self.keys, self.values = key, value  # type: ignore[assignment]  # both are tensors
         self.is_initialized = True
 
     @property
@@ -245,15 +250,9 @@ def _needs_text_rows(method: str) -> RuntimeError:
     )
 
 
-def append(cached: KeyValue | None, new: KeyValue) -> KeyValue:
+def append(cached: KeyValue, new: KeyValue) -> KeyValue:
     """Returns the cached keys and values of a block, followed by new ones in the same dtype."""
-    if cached is None:
-        return new
     return concatenate([cached[0], new[0]], dim=2), concatenate([cached[1], new[1]], dim=2)
-
-
-def _tensors_of(states: States) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return (states.steps, states.scales) if isinstance(states, StoredStates) else (states, None)
 
 
 def check_fits(cache: CrossCache, num_blocks: int, num_key_value_heads: int, head_dim: int) -> None:

@@ -196,7 +196,7 @@ class ImageGrid:
         for index in range(len(self.first.keys_values)):
             pair = [self._joined(index, part, null_key and not cross.layers) for part in (0, 1)]
             new = as_stored(pair[0], cross.cache_dtype), as_stored(pair[1], cross.cache_dtype)
-            result.append(append(cross.layers[index].read() if cross.layers else None, new))
+            result.append(append(cross.layers[index].read(), new) if cross.layers else new)
         return result
 
     def _joined(self, block: int, part: int, null_key: bool) -> States:
