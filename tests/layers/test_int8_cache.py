@@ -299,4 +299,4 @@ def test_another_form_takes_the_same_way(monkeypatch):
     assert chosen.cache_dtype == "halves"
     assert torch.equal(model(ids, cache=chosen).logits, expected)
     with pytest.raises(ValueError, match='to be "int8" or "halves" or None .*, got \'quarters\''):
-        CrossCache("quarters")
+        model.encode_images(pixels(2, 2), cache_dtype="quarters")

@@ -1,7 +1,7 @@
 """Random cases for the property tests, drawn by hypothesis, and how the tests run them.
 
-The default run draws the same cases as long as the package stays as it is: hypothesis also tries numbers that it finds in
-the source. A slow run draws others: it prints its seed, and `PROPERTY_SEED=... pytest -m slow -k NAME` draws them
+The default run draws the same cases as long as the package stays as it is: hypothesis also tries numbers that it finds
+in the source. A slow run draws others: it prints its seed, and `PROPERTY_SEED=... pytest -m slow -k NAME` draws them
 again. A case that fails is printed with the sizes shrunk as far as it still fails.
 """
 
