@@ -471,8 +471,12 @@ class XAttnForConditionalGeneration(
             "attentions": outputs.get("attentions"),
             "cross_attentions": cross_attentions,
         }
-        experts = {name: outputs.get(name) for name in ("aux_loss", "router_logits") if outputs.get(name) is not None}
-        result = XAttnMoeCausalLMOutput(**fields, **experts) if experts else CausalLMOutputWithCrossAttentions(**fields)
+        aux_loss, router_logits = outputs.get("aux_loss"), outputs.get("router_logits")
+        result = (
+            CausalLMOutputWithCrossAttentions(**fields)
+            if aux_loss is None and router_logits is None
+            else XAttnMoeCausalLMOutput(**fields, aux_loss=aux_loss, router_logits=router_logits)
+        )
         if return_dict is None:
             return_dict = self.config.return_dict
         return result if return_dict else result.to_tuple()

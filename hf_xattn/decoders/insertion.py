@@ -38,17 +38,13 @@ PARTS = ("text", "vision", "connector", "blocks")
 ROOTS = {"text_model": "text", "vision_tower": "vision", "connector": "connector"}
 
 
-def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool = True) -> type[nn.Module]:
+@memoized
+def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool) -> type[nn.Module]:
     """Derives the class of a decoder layer with a block in front. Equal arguments give the same class object.
 
     `receives_keywords` says whether the decoder passes keyword arguments to the layer. If it does not, the `__call__`
     of the layer fetches the context (see `layers/context.py`).
     """
-    return _cross_attending_class(layer_class, receives_keywords)
-
-
-@memoized
-def _cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool) -> type[nn.Module]:
 
     def forward(self, *args, **kwargs):
         context: CrossAttentionContext | ImageTokens | None = kwargs.pop(KEYWORD, None)
