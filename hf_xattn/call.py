@@ -1,4 +1,4 @@
-"""The steps of one forward, in the order in which `XAttnModel._run` calls them.
+"""The steps of one forward, in the order in which `forward` and `XAttnModel._run` call them.
 
     given_images        checks the image arguments
     read_call           reads what the caller passes: text, images, cache
