@@ -1,4 +1,4 @@
-"""The steps of one forward, in the order in which `XAttnModel._run` calls them.
+"""The steps of one forward, in the order in which `forward` and `XAttnModel._run` call them.
 
     given_images        checks the image arguments
     read_call           reads what the caller passes: text, images, cache
@@ -30,19 +30,23 @@ from .cache.visibility import Samples, Visibility, decide_visibility
 from .cache.xattn_cache import XAttnCache
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface, holds_text
-from .decoders.text_inputs import check_covered
 from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
 from .images.image_encoder import ImageEncoder, ModelBody
 from .images.image_inputs import NO_IMAGES, ImageInputs, refuse_to_cache
 from .layers.context import CrossAttentionContext, Recorder, fold_mask
 from .layers.positions import Positions, text_positions, token_positions
 from .utils.distributed import is_distributed
-from .utils.tensor_checks import is_fake, type_name
+from .utils.tensor_checks import has_values, is_fake, type_name
 
 
 logger = logging.get_logger(__name__)
 
-OF_TRANSFORMERS = "a cache of transformers, such as `EncoderDecoderCache(DynamicCache(), DynamicCache())`"
+# `DataParallel` cuts a batch into as many parts as its smallest tensor has rows.
+CUT_BY_DATA_PARALLEL = (
+    "Expected `image_rows` in a process for each GPU, got it under `torch.nn.DataParallel`, which `Trainer` uses with "
+    "several GPUs in one process: it cuts text and images into parts that do not belong together, and drops text rows. "
+    "Use `torchrun` or `accelerate launch`."
+)
 
 
 @dataclass
@@ -98,16 +102,16 @@ def given_images(
     config: XAttnConfig, prepared: PreparedImages | None, **arguments: Any
 ) -> ImageInputs | PreparedImages:
     """Returns the images of a forward: those of its image arguments, or those that `generate` has prepared."""
-    given = {name: value for name, value in arguments.items() if value is not None}
     if prepared is None:
-        return ImageInputs.of(config, **given) if given else NO_IMAGES
+        return ImageInputs.of(config, **arguments)
     if not isinstance(prepared, PreparedImages):
         raise TypeError(
             f"Expected `image_inputs` to be PreparedImages, which only `generate` makes, got {type_name(prepared)}. "
             "Pass `pixel_values` or `cross_attention_states` instead."
         )
-    for name in given:
-        raise ValueError(f"Expected `image_inputs` or `{name}`, got both.")
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"Expected `image_inputs` or `{name}`, got both.")
     return prepared
 
 
@@ -117,13 +121,9 @@ def read_call(
     images: ImageInputs | PreparedImages,
     given_cache: Cache | None,
     use_cache: bool | None,
-    output_attentions: bool | None,
-    output_cross_attentions: bool | None,
+    output_attentions: bool,
 ) -> Call:
-    """Reads what the caller of a forward passes, and finds its cache.
-
-    The text must be checked already. An argument that is None has the value of the configuration. If the configuration
-    sets arguments of the text model, such as `output_attentions`, they are added to `text`.
+    """Reads what the caller of a forward passes, and finds its cache. The text must be checked already.
 
     Raises:
         TypeError: if `cache` is not a cache of transformers.
@@ -139,38 +139,36 @@ def read_call(
         wants_cache = getattr(config.get_text_config(decoder=True), "use_cache", True)
     shares_images = isinstance(images, ImageInputs) and images.image_rows is not None
     without_cache = given_cache is None and (shares_images or uncached is not None or not wants_cache)
-    samples = None
-    if (text.get("position_ids") is not None or text.get("cu_seq_lens_q") is not None) and length > 1:
-        samples = model.find_samples(text, given_cache, use_cache, images, without_cache)
+    samples, positions = None, text.get("position_ids")
+    if length > 1:
+        # Positions that count up by 1, as those of `generate`, belong to one sample.
+        is_one = positions is None or (has_values(positions) and bool((positions.diff(dim=-1) == 1).all()))
+        if not is_one or text.get("cu_seq_lens_q") is not None:
+            samples = model.find_samples(text, given_cache, use_cache, images, without_cache)
     continues = given_cache is not None or bool(use_cache)
     if shares_images and continues:
         refuse_to_cache("`use_cache=True`" if given_cache is None else "`cache`")
     if shares_images and getattr(model, "_is_replica", False):
-        # `DataParallel` cuts a batch into as many parts as its smallest tensor has rows.
-        raise ValueError(
-            "Expected `image_rows` in a process for each GPU, got it under `torch.nn.DataParallel`, which `Trainer` "
-            "uses with several GPUs in one process: it cuts text and images into parts that do not belong together, "
-            "and drops text rows. Use `torchrun` or `accelerate launch`."
-        )
+        raise ValueError(CUT_BY_DATA_PARALLEL)
     use_cache = bool(wants_cache) and uncached is None and samples is None and not shares_images
     cache = None
     if given_cache is not None or use_cache:
         cache = _find_cache(config, given_cache, images, rows, length)
     text_cache = given_cache if cache is None else cache.self_attention_cache
     if uncached is not None:
-        _refuse_text(text_cache, uncached)
+        if holds_text(text_cache):  # layers that run twice do not read it
+            raise ValueError(
+                f"{uncached}, so no text can be added to `cache`, which already holds text. Call `model.eval()` and "
+                "use `torch.no_grad()`, or turn gradient checkpointing off."
+            )
         text_cache = None
     if given_cache is not None and text_cache is not None:
-        decoder.check_continues(length, text_cache)
-        check_covered(text.get("attention_mask"), length, text_cache)
+        decoder.check_continues(length, text_cache, text.get("attention_mask"))
     if decoder.keeps_state:
         decoder.check_padding(text.get("attention_mask"), length, text_cache, by_one=length == 1)
-    if output_attentions is None and config.output_attentions:
-        output_attentions = True
-    if output_attentions is not None:
-        text["output_attentions"] = bool(output_attentions)
-    if config.output_hidden_states and text.get("output_hidden_states") is None:
-        text["output_hidden_states"] = True
+    starts = given_cache is None or cache is None or cache.text_rows is None
+    if cache is not None and not starts and cache.can_be_cropped and not torch.compiler.is_compiling():
+        starts = not cache.get_seq_length()  # all text was removed
     return Call(
         text=text,
         rows=rows,
@@ -180,9 +178,9 @@ def read_call(
         cache=cache,
         cross=cache.cross_attention_cache if cache is not None else getattr(images, "cross", None),
         text_cache=text_cache,
-        starts=given_cache is None or cache is None or cache.text_rows is None or cache.holds_no_text,
+        starts=starts,
         use_cache=use_cache,
-        output_attentions=bool(output_attentions if output_cross_attentions is None else output_cross_attentions),
+        output_attentions=output_attentions,
         uncached=uncached,
         continues=continues,
         trains=model.training and torch.is_grad_enabled(),
@@ -194,7 +192,29 @@ def read_call(
 def check_cache(cache: object) -> None:
     """Raises a `TypeError` for anything but a cache of transformers, or None."""
     if cache is not None and not isinstance(cache, Cache):
-        raise TypeError(f"Expected `cache` to be {OF_TRANSFORMERS}, got {type_name(cache)}.")
+        raise TypeError(
+            "Expected `cache` to be a cache of transformers, such as `EncoderDecoderCache(DynamicCache(), "
+            f"DynamicCache())`, got {type_name(cache)}."
+        )
+
+
+def adopt_cache(cache: Cache, images: ImageInputs | PreparedImages) -> Cache:
+    """Returns a caller's cache, as an [`XAttnCache`] if it has a place for images.
+
+    Raises:
+        TypeError: for anything but a cache of transformers.
+        ValueError: for images beside a cache that has no place for them.
+    """
+    check_cache(cache)
+    if isinstance(cache, EncoderDecoderCache):
+        return XAttnCache.adopt(cache)
+    if isinstance(images, ImageInputs) and images.images is not None:
+        raise ValueError(
+            f"Expected `cache` to be a cache for text and images, got a {type(cache).__name__}. Pass "
+            "`EncoderDecoderCache(DynamicCache(), DynamicCache())`. Prefix tuning (PEFT) passes such a cache, and does "
+            "not work beside images: use LoRA or prompt tuning."
+        )
+    return cache
 
 
 def _find_cache(
@@ -202,30 +222,15 @@ def _find_cache(
 ) -> XAttnCache | None:
     """Returns the caller's cache for text and images, or a new one. None if the caller's cache is for text alone."""
     prepared = images.cross.shared() if isinstance(images, PreparedImages) else None
-    if prepared is not None and given is not None:
-        raise ValueError("Expected `image_inputs`, which are for a call without a cache, or `cache`, got both.")
-    if isinstance(given, EncoderDecoderCache):
-        cache = given if isinstance(given, XAttnCache) else XAttnCache.adopt(given)
-        cache.check_usable(rows, length)
-        return cache
     if given is None:
         return XAttnCache(DynamicCache(config=config.get_text_config(decoder=True)), prepared)
-    if isinstance(images, ImageInputs) and images.images is not None:
-        raise ValueError(
-            f"Expected `cache` to be a cache for text and images, got a {type(given).__name__}. Pass "
-            "`EncoderDecoderCache(DynamicCache(), DynamicCache())`. Prefix tuning (PEFT) passes such a cache, and does "
-            "not work beside images: use LoRA or prompt tuning."
-        )
-    return None
-
-
-def _refuse_text(cache: Cache | None, uncached: str) -> None:
-    """Raises a `ValueError` if the cache holds text, because layers that run twice do not read it."""
-    if holds_text(cache):
-        raise ValueError(
-            f"{uncached}, so no text can be added to `cache`, which already holds text. Call `model.eval()` and use "
-            "`torch.no_grad()`, or turn gradient checkpointing off."
-        )
+    if prepared is not None:
+        raise ValueError("Expected `image_inputs`, which are for a call without a cache, or `cache`, got both.")
+    cache = given if isinstance(given, XAttnCache) else adopt_cache(given, images)
+    if not isinstance(cache, XAttnCache):
+        return None
+    cache.check_usable(rows, length)
+    return cache
 
 
 def find_images(model: ForwardModel, call: Call) -> ImagesOfCall | None:
@@ -240,7 +245,7 @@ def find_images(model: ForwardModel, call: Call) -> ImagesOfCall | None:
     if call.images is NO_IMAGES and not call.trains and not is_distributed():
         # In a decode step, or for a text without images, there is nothing to encode.
         return None if cross is None or cross.layout is None else ImagesOfCall(None, cross.layout, None)
-    if cross is not None and cross.layers:  # cached keys and values may be rounded
+    if cross is not None and cross.cache_dtype is not None:  # cached keys and values are rounded
         if call.trains:
             check_not_training(cross.cache_dtype)
         if isinstance(call.images, ImageInputs) and call.images.images is not None:
@@ -284,16 +289,18 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Visibility:
     Raises:
         ValueError: if the decision needs image markers, and these are unknown or too few.
     """
-    layout, mask = images.layout_of_text, images.mask
+    layout, mask = images.layout, images.mask
+    assert layout is not None
+    if images.rows is not None:
+        layout = layout.of_text(images.rows)
+    only_padding = Visibility(None if layout.token_mask is None else layout.token_mask[:, None], None)
     if images.unseen:
-        assert layout.token_mask is not None
-        return Visibility(layout.token_mask[:, None], None)
+        return only_padding
     progress = TextProgress(history=None) if call.cache is None else call.cache.progress
     decided = mask is not None and mask.decides(call.length, layout.num_tokens)
     samples = None if decided else call.samples
     if config.image_visibility == "all" and mask is None and progress.is_blank and samples is None:
-        # Only padding hides image tokens.
-        return Visibility(None if layout.token_mask is None else layout.token_mask[:, None], None)
+        return only_padding
     if call.cache is not None:
         progress = call.cache.current_progress()
     markers = None
@@ -323,7 +330,7 @@ def find_keys_values(model: ForwardModel, call: Call, images: ImagesOfCall) -> C
     assert images.layout is not None and images.new.states is not None
     # FSDP reduces the gradients of the projections only if their input requires a gradient. Every rank must do so.
     states = images.new.states if zero is None else images.new.states + zero.to(images.new.states.dtype)
-    seen = CrossCache(cross.cache_dtype)
+    seen = CrossCache()
     seen.fill(images.layout, model.project_images(states, cross, images.new.layout), cross.made_by)
     seen.read_by = model._folder
     return seen
@@ -344,7 +351,9 @@ def make_context(
     )
     positions = None
     if block.counts_text:
-        positions = Positions(call.positions, token_positions(images.layout_of_text.token_mask))
+        assert images.layout is not None
+        layout = images.layout if rows is None else images.layout.of_text(rows)
+        positions = Positions(call.positions, token_positions(layout.token_mask))
     return CrossAttentionContext(
         cache=cross,
         mask=mask,
@@ -373,11 +382,10 @@ def commit(
         if images.new is None:
             cross.layout = images.layout
         else:
-            cross.restore(seen.state())
+            cross.take_over(seen)
             cache.note_images(call.length)
             if cache.offloads:
                 cross.offload_all()
-            cache.mark_updated(len(cross.layers))
         if visibility.progress is not None:
             cache.progress = visibility.progress
     if call.starts:

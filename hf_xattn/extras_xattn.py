@@ -7,9 +7,8 @@ the core imports no extra. It has methods that do nothing, and the classes of th
     method of the core                 what the extra does                              file of the extra
     find_source                        finds images that were encoded before            storage/image_store.py
     images_of_nobody, zero_of_others   keep several processes in step                   learning/stand_in.py
-    find_numbering                     numbers the images of a row                      parts/perceiver.py
     find_samples                       finds the samples of a packed row                parts/packed_rows.py
-    why_uncached                       finds layers that a backward pass runs again     learning/activation_wrappers.py
+    recomputes_layers                  finds layers that a backward pass runs again     learning/activation_wrappers.py
     image_identity                     identifies the weights that encode images        checkpoints/model_identity.py
     _get_logits_processor              allows added tokens in the prompt of `generate`  parts/vocabulary.py
 
@@ -28,7 +27,7 @@ from .learning.activation_wrappers import XAttnRecomputingMixin
 from .learning.stand_in import XAttnStandInMixin
 from .parts.grid_code import mlp_2d
 from .parts.packed_rows import XAttnPackingMixin
-from .parts.perceiver import XAttnNumberingMixin, perceiver
+from .parts.perceiver import perceiver
 from .parts.position_bias import relative_position_bucket
 from .parts.tiles import Tiles
 from .parts.vocabulary import XAttnVocabularyMixin
@@ -44,7 +43,6 @@ class XAttnExtrasMixin(
     XAttnStoreMixin,
     XAttnStandInMixin,
     XAttnIdentityMixin,
-    XAttnNumberingMixin,
     XAttnPackingMixin,
     XAttnRecomputingMixin,
 ):

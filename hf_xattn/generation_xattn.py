@@ -23,11 +23,11 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from .cache.image_cache import ImageCache
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
-from .call import check_cache
+from .call import adopt_cache
 from .decoders import text_inputs
 from .decoders.decoder import holds_text
 from .images.conversation import PreparedImages, TextOfCall
-from .images.image_inputs import ImageInputs, refuse_to_cache
+from .images.image_inputs import IMAGE_ARGUMENTS, NO_IMAGES, ImageInputs, refuse_to_cache
 from .images_xattn import XAttnImagesMixin
 from .outputs_xattn import XAttnGenerateBeamOutput, XAttnGenerateOutput
 from .utils.distributed import fsdp_forward
@@ -140,8 +140,8 @@ class XAttnGenerationMixin:
                 masks and cache do not fit together.
         """
         given = kwargs.pop(IMAGES, None)
-        images = ImageInputs.take_from(self.config, kwargs)
-        if isinstance(given, _Request) and images.is_empty:  # from the code of a `custom_generate`
+        images = ImageInputs.of(self.config, **{name: kwargs.pop(name) for name in IMAGE_ARGUMENTS if name in kwargs})
+        if isinstance(given, _Request) and images is NO_IMAGES:  # from the code of a `custom_generate`
             images = given.inputs
         elif given is not None:
             raise TypeError(f"Expected no `image_inputs` in `generate`, got {type_name(given)}. Pass `pixel_values`.")
@@ -154,38 +154,11 @@ class XAttnGenerationMixin:
                 "`return_dict_in_generate=True`."
             )
         cache = kwargs.pop("cache", None)
-        check_cache(cache)
-        if isinstance(cache, EncoderDecoderCache):
-            cache = XAttnCache.adopt(cache)
-        elif isinstance(cache, Cache) and images.images is not None:
-            raise ValueError(
-                f"Expected `cache` to be a cache for text and images, got a {type(cache).__name__}. Pass "
-                "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
-            )
         if cache is not None:
-            kwargs[CACHE] = cache
-        input_ids = inputs if inputs is not None else kwargs.get("input_ids")
-        text = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
-        request = _Request(images, TextOfCall(None, 1), 1, None)
-        self._check_text(text, images, cache)
-        if text is not None:
-            if input_ids is None:
-                text_inputs.check_embeds(text, self.model.text_model.get_input_embeddings())
-            else:
-                text_inputs.check_ids("input_ids" if inputs is None else "inputs", input_ids)
-            xattn_cache = cache if isinstance(cache, XAttnCache) else None
-            mask, embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
-            if mask is not None and (input_ids is None or embeds is None):  # of both, the mask covers the longer one
-                starts = cache is None or (xattn_cache is not None and xattn_cache.text_rows is None)
-                text_inputs.check_attention_mask(mask, text.shape[0], text.shape[1], starts)
-            images.check_rows(text.shape[0], 0 if xattn_cache is None else xattn_cache.cross_attention_cache.rows)
-            self._check_markers(input_ids, images, xattn_cache)
-            length = _text_of_generate(text, kwargs.get("attention_mask"), xattn_cache)
-            marker = self.config.image_token_id
-            if length.cached and input_ids is not None and marker is not None and self.config.image_visibility != "all":
-                length = length._replace(markers=input_ids[:, -length.new :] == marker)
-            request = kwargs[IMAGES] = _Request(images, length, text.shape[1], mask)
-        text_inputs.refuse_prefix(self)
+            cache = kwargs[CACHE] = adopt_cache(cache, images)
+        request = self._read_request(inputs, images, cache if isinstance(cache, XAttnCache) else None, kwargs)
+        if request.text.rows is not None:
+            kwargs[IMAGES] = request
         base: Any = super()
         try:
             return request.result(base.generate(inputs, *args, **kwargs))
@@ -193,18 +166,45 @@ class XAttnGenerationMixin:
             if isinstance(cache, XAttnCache):  # after an error, the mask must not apply to another text
                 cache.progress = replace(cache.progress, coming=None)
 
-    def _check_text(self, text: Any, images: ImageInputs, cache: Any) -> None:
-        """Raises a `ValueError` for calls that transformers would answer without the images."""
-        if text is None and not images.is_empty:
-            raise ValueError(
-                "Expected `input_ids` or `inputs_embeds` beside images, got neither. Pass the text that the answer "
-                "follows: at least one token for each row, such as the BOS token."
-            )
+    def _read_request(
+        self, inputs: torch.Tensor | None, images: ImageInputs, cache: XAttnCache | None, kwargs: dict[str, Any]
+    ) -> _Request:
+        """Checks that the text of a call of `generate` fits its images, masks and cache, and finds the new text.
+
+        `cache` is None if the call has no cache, or one for text alone.
+        """
         if isinstance(cache, ImageCache) and not cache.cross_attention_cache.rows and images.images is None:
             raise ValueError(
                 "Expected `cache` to hold the images of `encode_images`, got a cache without any: `reset` "
                 "removes them, too."
             )
+        input_ids = inputs if inputs is not None else kwargs.get("input_ids")
+        mask, embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
+        text = input_ids if input_ids is not None else embeds
+        if text is None:
+            if images is not NO_IMAGES:
+                raise ValueError(
+                    "Expected `input_ids` or `inputs_embeds` beside images, got neither. Pass the text that the answer "
+                    "follows: at least one token for each row, such as the BOS token."
+                )
+            return _Request(images, TextOfCall(None, 1), 1, None)
+        if input_ids is None:
+            text_inputs.check_embeds(text, self.model.text_model.get_input_embeddings())
+        else:
+            text_inputs.check_ids("input_ids" if inputs is None else "inputs", input_ids)
+        rows, length = text.shape[:2]
+        known = None if cache is None or cache.text_rows is None else cache  # the cache that holds text
+        if mask is not None and (input_ids is None or embeds is None):  # of both, the mask covers the longer one
+            starts = known is None and (cache is not None or kwargs.get(CACHE) is None)  # one for text may hold some
+            text_inputs.check_attention_mask(mask, rows, length, starts)
+        images.check_rows(rows, 0 if cache is None else cache.cross_attention_cache.rows)
+        marker = self.config.image_token_id if input_ids is not None else None
+        if marker is not None and known is None:
+            self._check_markers(text, images, cache)
+        of_call = TextOfCall(rows, length) if known is None else _text_after(known, text, mask)
+        if of_call.cached and marker is not None and self.config.image_visibility != "all":
+            of_call = of_call._replace(markers=text[:, -of_call.new :] == marker)
+        return _Request(images, of_call, length, mask)
 
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """The method of transformers, which collects the options that `generate` will use.
@@ -214,11 +214,9 @@ class XAttnGenerationMixin:
         base: Any = super()
         config, model_kwargs = base._prepare_generation_config(*args, **kwargs)
         request, cache = model_kwargs.get(IMAGES), model_kwargs.get(CACHE)
-        sees = isinstance(request, _Request) and not request.inputs.is_empty
+        sees = isinstance(request, _Request) and request.inputs is not NO_IMAGES
         sees = sees or (isinstance(cache, XAttnCache) and cache.cross_attention_cache.rows > 0)
-        if sees:
-            masked = model_kwargs.get("attention_mask") is not None
-            text_inputs.check_options(config, self.config.image_token_id, masked)
+        text_inputs.check_options(self, config, sees, masked=model_kwargs.get("attention_mask") is not None)
         if config.suppress_tokens == [None]:  # TRL suppresses the image marker, which is None without markers
             config.suppress_tokens = None
         return config, model_kwargs
@@ -255,7 +253,9 @@ class XAttnGenerationMixin:
         if request is not None:
             model_kwargs[REQUEST] = request
             request.collects = generation_config.return_dict_in_generate and generation_config.output_attentions
-            self._choose_chunk(generation_config, request, model_kwargs, given)
+            decoder, chunk = self.model._interface, getattr(generation_config, "prefill_chunk_size", None)
+            if chunk is not None or decoder.keeps_state or decoder.forgets:
+                self._choose_chunk(generation_config, request, model_kwargs, given)
         cache = model_kwargs.get(CACHE)
         if image_cache is not None:
             assert cache is not None
@@ -268,14 +268,15 @@ class XAttnGenerationMixin:
                 if images.layout is not None:
                     model_kwargs[IMAGES] = PreparedImages(encoded.cross_attention_cache, images.mask)
             return result
-        if not isinstance(cache, EncoderDecoderCache):
+        if not isinstance(cache, XAttnCache):
             if cache is given:
                 return result  # the caller's cache, which has no place for images
             cache = XAttnCache(cache)
-        cache = model_kwargs[CACHE] = XAttnCache.adopt(cache)
+        model_kwargs[CACHE] = cache
         if request is not None:
             images = self.model.add_images(cache, request.inputs, request.text)
-            cache.progress = replace(cache.current_progress(), coming=images.mask)
+            if images.mask is not None or not cache.progress.is_blank:
+                cache.progress = replace(cache.current_progress(), coming=images.mask)
         if isinstance(cache.self_attention_cache, StaticCache):
             cache.cross_attention_cache.mark_static()
         if cache.offloads:
@@ -316,11 +317,9 @@ class XAttnGenerationMixin:
             what = f"Reading several new tokens with {decoder.name}" if decoder.forgets else "`prefill_chunk_size`"
             raise ValueError(needs("prefill_chunk_size", f"{what} after cached text"))
 
-    def _check_markers(self, input_ids: torch.Tensor | None, images: ImageInputs, cache: XAttnCache | None) -> None:
+    def _check_markers(self, input_ids: torch.Tensor, images: ImageInputs, cache: XAttnCache | None) -> None:
         """Raises a `ValueError` if the numbers of image markers and of images in a first call do not fit together."""
         marker = self.config.image_token_id
-        if marker is None or input_ids is None or (cache is not None and cache.text_rows is not None):
-            return
         markers = (input_ids == marker).sum(dim=-1)
         cached = 0 if cache is None else cache.cross_attention_cache.rows
         if images.images is None and not cached:
@@ -446,18 +445,16 @@ class XAttnGenerationMixin:
         return own(config=text_config, **{CACHE: cache}, **kwargs)
 
 
-def _text_of_generate(text: torch.Tensor, attention_mask: Any, cache: XAttnCache | None) -> TextOfCall:
-    """Finds how much of the text is new.
+def _text_after(cache: XAttnCache, text: torch.Tensor, attention_mask: Any) -> TextOfCall:
+    """Finds how much of the text is new, after the text in `cache`.
 
-    `input_ids` hold the whole text, or only the new text if the `attention_mask` is longer than they are.
+    `text` is the whole text, or only the new text if the `attention_mask` is longer.
 
     Raises:
         ValueError: if the cache holds as much text as is given, or more; or if the length of the mask is not that of
             the cached text and the new text together.
     """
     rows, length = text.shape[:2]
-    if cache is None or cache.text_rows is None:
-        return TextOfCall(rows, length)
     cached = int(cache.get_seq_length())
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2 and attention_mask.shape[1] != length:
         if attention_mask.shape[1] != cached + length:

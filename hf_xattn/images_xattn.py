@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import logging
 
-from .cache.cross_cache import CrossCache, KeyValue, append, check_fits
+from .cache.cross_cache import CrossCache, KeyValue, append
 from .cache.image_cache import ImageCache
 from .cache.image_layout import ImageLayout
 from .cache.states import as_stored, check_cache_dtype, check_no_gradient
@@ -24,10 +24,11 @@ from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface
 from .images.connector import XAttnConnector
 from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
-from .images.image_encoder import ImageEncoder, ImageSource, Numbering
+from .images.image_encoder import ImageEncoder, ImageSource
 from .images.image_inputs import ImageInputs
 from .layers.block import GatedCrossAttentionBlock, cross_attention_blocks
 from .layers.context import KEYWORD, ImageTokens
+from .layers.positions import positions_in_images
 from .utils.distributed import fsdp_forward, is_distributed
 from .utils.transformers_api import takes_cache
 
@@ -57,7 +58,11 @@ class XAttnImagesMixin:
         def like() -> torch.Tensor:
             return self.blocks[0].attn.k_proj.weight
 
-        return ImageEncoder(self.config, self.vision_tower, self.connector, like, self.find_numbering())
+        numbering = None if self.connector is None else self.connector.numbering
+        return ImageEncoder(self.config, self.vision_tower, self.connector, like, numbering)
+
+    # The store of images that were encoded before, if an extra has turned it on. It is read through `find_source`.
+    _image_store: Any = None
 
     # Extras override the next methods (see `extras_xattn.py`). These versions are for one process, without a store.
 
@@ -66,15 +71,11 @@ class XAttnImagesMixin:
         raise NotImplementedError
 
     def find_source(self, made_by: str | None) -> ImageSource | None:
-        """Returns where `add_images` may find images that are encoded already, or None.
+        """Returns where `add_images` may find images that are encoded already, if there is an image store, or None.
 
         `made_by` is this model's identity, if it is known.
         """
-        return None
-
-    def find_numbering(self) -> Numbering | None:
-        """Returns what numbers the images of a row; None if the connector does not read these numbers."""
-        return None
+        raise NotImplementedError
 
     def find_samples(
         self,
@@ -98,7 +99,12 @@ class XAttnImagesMixin:
 
     def why_uncached(self) -> str | None:
         """Returns why a forward must not write into a cache; None if it may."""
-        return None
+        learns = self.training or self.text_model.training or torch.is_grad_enabled()  # type: ignore[attr-defined]
+        return "Gradient checkpointing runs layers twice" if learns and self.recomputes_layers() else None
+
+    def recomputes_layers(self) -> bool:
+        """Whether a backward pass will run the decoder's layers again."""
+        return False
 
     def images_of_nobody(self, call: Call) -> ImagesOfCall | None:
         """Returns images that no text sees, for a [`Call`] without images in which the blocks must run all the same."""
@@ -163,11 +169,11 @@ class XAttnImagesMixin:
             output_hidden_states = self.config.output_hidden_states or None
         if output_attentions is None:
             output_attentions = self.config.output_attentions or None
-        numbering = self.find_numbering()
-        output, features = self.image_encoder.outputs(
+        encoder = self.image_encoder
+        output, features = encoder.outputs(
             inputs.images,
             inputs.tiles,
-            None if numbering is None else numbering.in_row(inputs, inputs.real_images, None).positions,
+            None if encoder.numbering is None else encoder.numbering.in_row(inputs, inputs.real_images, None).positions,
             output_hidden_states=None if output_hidden_states is None else bool(output_hidden_states),
             output_attentions=None if output_attentions is None else bool(output_attentions),
         )
@@ -292,36 +298,41 @@ class XAttnImagesMixin:
         Returns:
             [`ImagesOfCall`]: the images, with the caller's mask for the text to come.
         """
+        cross, source = cache.cross_attention_cache, None
         if inputs.images is not None:
             self._check_inserted()
-        cross = cache.cross_attention_cache
-        self._check_made_here(cross)
-        source = None if inputs.images is None else self.find_source(made_by)
-        target = cross
-        if not cross.layers:
-            target = CrossCache(source.dtype if cache_dtype is None and source is not None else cache_dtype)
-        if inputs.images is not None:
-            check_no_gradient(target.cache_dtype)
+            source = None if self._image_store is None else self.find_source(made_by)
+        if cross.layers:
+            self._check_made_here(cross)
+            cache_dtype = cross.cache_dtype
+        elif cache_dtype is None and source is not None:
+            cache_dtype = source.dtype
+        if cache_dtype is not None and inputs.images is not None:
+            check_no_gradient(cache_dtype)
         images = read_images(self.image_encoder, inputs, cache, text, record_content=True, source=source)
         new, zero = images.new, None
         if new is None or not inputs.pass_connector:
             zero = self.zero_of_others(starts=True, projects=new is not None)
         if new is not None:
             if new.stored is not None:
-                keys_values = new.stored.keys_values(target, self.config.cross_attention_config.quiet_softmax)
+                null_key = self.config.cross_attention_config.quiet_softmax
+                keys_values = new.stored.keys_values(cross, cache_dtype, null_key)
             else:
                 assert new.states is not None
                 states = new.states if zero is None else new.states + zero.to(new.states.dtype)
-                keys_values = self.project_images(states, target, new.layout)
+                keys_values = self.project_images(states, cross, new.layout, cache_dtype)
             cross.fill(new.layout, keys_values, made_by)
-            cache.mark_updated(len(keys_values))
             cache.note_images(0, text.new) if text.rows is not None else cache.note_images(1)
         elif images.layout is not None:
             cross.show(images.layout)
         return images
 
     def project_images(
-        self, states: torch.Tensor, cross: CrossCache, layout: ImageLayout | None = None
+        self,
+        states: torch.Tensor,
+        cross: CrossCache,
+        layout: ImageLayout | None = None,
+        cache_dtype: str | None = None,
     ) -> list[KeyValue]:
         """Returns the keys and values of all images for every block: those in `cross`, followed by the new ones.
 
@@ -329,9 +340,21 @@ class XAttnImagesMixin:
             states (`torch.Tensor`): `(R, N, context_size)`, the image tokens of the new images.
             cross ([`CrossCache`]): The images so far. It is not changed. The new keys and values get its dtype.
             layout ([`ImageLayout`], *optional*): Layout of the new images; None for images without padding.
+            cache_dtype (`str`, *optional*): Dtype of the first images, if `cross` is empty.
         """
-        images = ImageTokens.of(self.config.cross_attention_config, states, layout, first=not cross.layers)
-        dtype = cross.cache_dtype
+        config = self.config.cross_attention_config
+        real = None if layout is None or layout.token_mask is None else layout.real_tokens(states.shape[0])
+        positions = None
+        if layout is not None and config.position != "none":
+            positions = positions_in_images(layout.sizes, states.device)
+            positions = positions if real is None else positions[:, real.coordinates[1].to(positions.device)]
+        images = ImageTokens(
+            states=states if real is None else real.take(states),
+            real=real,
+            positions=positions,
+            null_key=config.quiet_softmax and not cross.layers,
+        )
+        dtype = cross.cache_dtype if cross.layers else cache_dtype
         found: list[KeyValue] = []
         layers: Any = self.text_model.get_submodule(self._interface.layers)
         for index in sorted({min(index, len(layers) - 1) for index in self.config.cross_attention_layers}):
@@ -340,17 +363,26 @@ class XAttnImagesMixin:
             if torch.compiler.is_compiling() and not is_distributed():
                 layer = layer.forward  # `torch.compile` cannot trace the hooks that record hidden states here
             for key, value in layer(None, **{KEYWORD: images}):
-                cached = cross.layers[len(found)].read() if cross.layers else None
-                # Keys and values are rounded before they are read, so that this call reads the same as later calls.
-                found.append(append(cached, (as_stored(key, dtype), as_stored(value, dtype))))
+                if dtype is not None:  # rounded before they are read, so that this call reads the same as later calls
+                    key, value = as_stored(key, dtype), as_stored(value, dtype)
+                new = key, value
+                found.append(append(cross.layers[len(found)].read(), new) if cross.layers else new)
         return found
 
     def _check_made_here(self, cross: CrossCache) -> None:
         """Raises a `ValueError` if another model, or other weights, made the cached images or read text about them."""
-        block = self.config.cross_attention_config
-        if cross.layers:
-            heads = self.blocks[0].attn.num_key_value_heads
-            check_fits(cross, len(self.config.cross_attention_layers), heads, block.head_dim)
+        blocks, width = len(self.config.cross_attention_layers), self.config.cross_attention_config.head_dim
+        if len(cross.layers) != blocks:
+            raise ValueError(
+                f"Expected images for {blocks} cross-attention blocks in `cache`, got {len(cross.layers)}. "
+                "Another model encoded them."
+            )
+        found, heads = cross.layers[0].keys.shape[1::2], self.blocks[0].attn.num_key_value_heads
+        if found != (heads, width):
+            raise ValueError(
+                f"Expected {heads} K/V heads of width {width} in `cache`, got {found[0]} of width {found[1]}. Another "
+                "model encoded the images."
+            )
         if torch.compiler.is_compiling():
             return
         if cross.read_by not in (None, self._folder):

@@ -26,8 +26,8 @@ from .checkpoints.pretrained import XAttnPreTrainedModel
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface, find_decoder, headless
 from .decoders.insertion import check_insertable, insert_blocks
-from .decoders.loss import IGNORED, LossInputs, loss_over_all_logits, mask_labels
-from .decoders.text_inputs import check_labels, check_side_by_side, check_text
+from .decoders.loss import LossInputs, loss_over_all_logits, mask_labels
+from .decoders.text_inputs import check_text
 from .extras_xattn import XAttnExtrasMixin, XAttnOuterExtrasMixin
 from .generation_xattn import XAttnGenerationMixin
 from .images.connector import XAttnConnector, new_connector
@@ -132,7 +132,14 @@ class XAttnModel(XAttnExtrasMixin, XAttnPreTrainedModel, XAttnImagesMixin):
         """Runs the text model, with or without its head (`runner`), and passes the images to its layers."""
         self._check_inserted()
         check_text(text, given_cache is None, self.get_input_embeddings)
-        call = read_call(self, text, images, given_cache, use_cache, output_attentions, output_cross_attentions)
+        if output_attentions is None and self.config.output_attentions:
+            output_attentions = True
+        if output_attentions is not None:
+            text["output_attentions"] = bool(output_attentions)
+        if self.config.output_hidden_states and text.get("output_hidden_states") is None:
+            text["output_hidden_states"] = True
+        wants_weights = bool(output_attentions if output_cross_attentions is None else output_cross_attentions)
+        call = read_call(self, text, images, given_cache, use_cache, wants_weights)
         cross = call.cross
         if isinstance(images, ImageInputs) and cross is not None and cross.layers:
             if images.images is not None or call.starts or cross.read_by != self._folder:
@@ -443,18 +450,12 @@ class XAttnForConditionalGeneration(
             image_rows=image_rows,
             vision_features=vision_features,
         )
-        text_model = self.model.text_model
-        targets, own_loss = None, False
-        if labels is not None and kwargs.get("shift_labels") is None:
-            check_side_by_side(logits_to_keep)
-        for name, given in (("labels", labels), ("shift_labels", kwargs.get("shift_labels"))):
-            if given is not None:
-                ignored = IGNORED if kwargs.get("ignore_index") is None else kwargs["ignore_index"]
-                check_labels(name, given, inputs_embeds if input_ids is None else input_ids, logits_to_keep, ignored)
-                # A decoder's own loss does not support logits of added tokens, and ignores `shift_labels` alone.
-                own_loss = self.config.additional_vocab_in_head or labels is None
-        if labels is not None or own_loss:
-            targets = LossInputs.take_from(self, labels, kwargs)
+        text_model, targets = self.model.text_model, None
+        if labels is not None or kwargs.get("shift_labels") is not None:
+            given = inputs_embeds if input_ids is None else input_ids
+            targets = LossInputs.take_from(self, given, labels, logits_to_keep, kwargs)
+        # A decoder's own loss does not support logits of added tokens, and ignores `shift_labels` alone.
+        own_loss = targets is not None and (self.config.additional_vocab_in_head or labels is None)
         kept = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep else None
         outputs, new_cache, cross_attentions = self.model._run(
             text_model,
@@ -473,19 +474,20 @@ class XAttnForConditionalGeneration(
             output_attentions,
             output_cross_attentions,
         )
-        loss = outputs.get("loss")
-        if targets is not None and own_loss:
-            loss = loss_over_all_logits(text_model, outputs, targets)
         fields = {
-            "loss": loss,
+            "loss": loss_over_all_logits(text_model, outputs, targets) if targets and own_loss else outputs.get("loss"),
             "logits": outputs.logits,
             CACHE: new_cache,
             "hidden_states": outputs.get("hidden_states"),
             "attentions": outputs.get("attentions"),
             "cross_attentions": cross_attentions,
         }
-        experts = {name: outputs.get(name) for name in ("aux_loss", "router_logits") if outputs.get(name) is not None}
-        result = XAttnMoeCausalLMOutput(**fields, **experts) if experts else CausalLMOutputWithCrossAttentions(**fields)
+        aux_loss, router_logits = outputs.get("aux_loss"), outputs.get("router_logits")
+        result = (
+            CausalLMOutputWithCrossAttentions(**fields)
+            if aux_loss is None and router_logits is None
+            else XAttnMoeCausalLMOutput(**fields, aux_loss=aux_loss, router_logits=router_logits)
+        )
         if return_dict is None:
             return_dict = self.config.return_dict
         return result if return_dict else result.to_tuple()

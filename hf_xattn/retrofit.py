@@ -140,21 +140,17 @@ def retrofit(
     if cross_attention_layers is None:
         cross_attention_layers = every_nth_layer(every, text_num_hidden_layers(text_config))
     vision_config = None if vision is None else vision_config_of(vision, of_vision)
-    found = None if vision_config is None else measured_features(vision_config)
-    if found is None and isinstance(vision, PreTrainedModel):
-        found = measured(vision)
+    found = None if vision_config is None else _measured(vision, vision_config)
     if vision_config is not None and vision_hidden_size is None:
         vision_hidden_size = _unsaid_width(vision_config, found)
     if connector_type is None:
-        tokens = None if found is None or perceiver_config is not None else found.tokens
-        dropped = vision_feature_select_strategy == "default"
-        connector_type = "mlp_2d" if tokens is not None and is_square(tokens - dropped) else "mlp"
+        is_grid = perceiver_config is None and _is_grid(found, vision_feature_select_strategy)
+        connector_type = "mlp_2d" if is_grid else "mlp"
+    width = None
     if vision_config is not None and connector_type in ("identity", "perceiver"):
         joined = len(vision_feature_layer) if isinstance(vision_feature_layer, (list, tuple)) else 1
         width = joined * (vision_hidden_size or width_of(vision_config))
-        cross_attention = _with_defaults(cross_attention, context_size=width)
-    if not (isinstance(cross_attention, dict) and cross_attention.keys() & OF_GATE):
-        cross_attention = _with_defaults(cross_attention, gate="token")
+    cross_attention = _with_defaults(cross_attention, width)
     options: dict[str, Any] = {
         "cross_attention_config": cross_attention,
         "cross_attention_layers": cross_attention_layers,
@@ -280,10 +276,25 @@ def _unsaid_width(vision_config: PreTrainedConfig, found: Measured | None) -> in
     return None if found is None or found.width == said else found.width
 
 
-def _with_defaults(cross_attention: Any, **defaults: Any) -> Any:
-    """Adds `defaults` to the fields of blocks that a caller gave as a `dict`. A configuration stays as it is."""
+def _measured(vision: Any, vision_config: PreTrainedConfig) -> Measured | None:
+    """Returns what is known of the features of a tower. A tower that is loaded is measured."""
+    found = measured_features(vision_config)
+    return measured(vision) if found is None and isinstance(vision, PreTrainedModel) else found
+
+
+def _is_grid(found: Measured | None, strategy: str) -> bool:
+    """Whether a tower turns an image into a square grid of tokens. `strategy` may drop the first one of them."""
+    return found is not None and found.tokens is not None and is_square(found.tokens - (strategy == "default"))
+
+
+def _with_defaults(cross_attention: Any, context_size: int | None) -> Any:
+    """Adds defaults to the fields of blocks that a caller gave as a `dict`. A configuration stays as it is."""
     given = {} if cross_attention is None else cross_attention
-    return {**defaults, **given} if isinstance(given, dict) else given
+    if not isinstance(given, dict):
+        return given
+    sizes = {} if context_size is None else {"context_size": context_size}
+    gate = {} if given.keys() & OF_GATE else {"gate": "token"}
+    return {**sizes, **gate, **given}
 
 
 def _half_of(text: PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedModel:

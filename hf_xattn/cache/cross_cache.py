@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .image_layout import ImageLayout
 from .pytrees import UnexportedValue
-from .states import FORMS, States, StoredStates, check_cache_dtype, concatenate, map_states
+from .states import FORMS, States, StoredStates, concatenate, map_states
 
 
 KeyValue = tuple[States, States]
@@ -48,9 +48,14 @@ class CrossAttentionLayer(DynamicLayer):
     def __init__(self, key: States, value: States):
         super().__init__()
         self.dtype, self.device = key.dtype, key.device
-        self.keys, self.key_scales = _tensors_of(key)
-        self.values, self.value_scales = _tensors_of(value)
-        self.cache_dtype = key.form if isinstance(key, StoredStates) else None
+        self.key_scales: torch.Tensor | None = None
+        self.value_scales: torch.Tensor | None = None
+        self.cache_dtype: str | None = None
+        if isinstance(key, StoredStates) and isinstance(value, StoredStates):
+            self.keys, self.key_scales, self.cache_dtype = key.steps, key.scales, key.form
+            self.values, self.value_scales = value.steps, value.scales
+        else:
+            self.keys, self.values = key, value  # type: ignore[assignment]  # both are tensors
         self.is_initialized = True
 
     @property
@@ -78,7 +83,7 @@ class CrossAttentionLayer(DynamicLayer):
     def read(self) -> KeyValue:
         """Returns keys and values on the block's device. If they are offloaded, a copy is returned."""
         if self.keys.device == self.device:
-            return self.stored()
+            return (self.keys, self.values) if self.cache_dtype is None else self.stored()
         key, value = (map_states(states, self._to_block) for states in self.stored())
         return key, value
 
@@ -98,17 +103,8 @@ class CrossAttentionLayer(DynamicLayer):
         return tensor.to(self.device, non_blocking=True)
 
 
-State: TypeAlias = (
-    "tuple[list[CrossAttentionLayer], ImageLayout | None, UnexportedValue[str | None], UnexportedValue[str | None]]"
-)
-
-
 class CrossCache(DynamicCache):
     """The images of a batch, for all blocks.
-
-    Args:
-        cache_dtype (`str`, *optional*): form of keys and values, such as `"int8"`. None means the dtype that the model
-            computes in.
 
     Attributes:
         layers (`list[CrossAttentionLayer]`): one for each block. Empty if there are no images.
@@ -120,9 +116,8 @@ class CrossCache(DynamicCache):
             been read with the images yet.
     """
 
-    def __init__(self, cache_dtype: str | None = None):
+    def __init__(self) -> None:
         super().__init__()
-        self._dtype_of_first = None if cache_dtype is None else check_cache_dtype("cache_dtype", cache_dtype)
         self.layers: list[CrossAttentionLayer] = []  # type: ignore[assignment]  # of any kind there
         self.layout: ImageLayout | None = None
         self._maker: UnexportedValue[str | None] = UnexportedValue(None)
@@ -146,8 +141,8 @@ class CrossCache(DynamicCache):
 
     @property
     def cache_dtype(self) -> str | None:
-        """Form that keys and values have, or will have once there are images. None: the dtype of the model."""
-        return self.layers[0].cache_dtype if self.layers else self._dtype_of_first
+        """Form of keys and values, such as `"int8"`. None for the dtype of the model, and if there are no images."""
+        return self.layers[0].cache_dtype if self.layers else None
 
     @property
     def nbytes(self) -> int:
@@ -175,13 +170,10 @@ class CrossCache(DynamicCache):
             made_by = self.made_by
         self.layers, self.layout, self.made_by = layers, appended, made_by
 
-    def state(self) -> State:
-        """Returns the present state, for [`restore`]. Nothing is copied, because tensors are never written into."""
-        return self.layers, self.layout, self._maker, self._reader
-
-    def restore(self, state: State) -> None:
-        """Returns to an earlier `state`. Images that were added after it are dropped."""
-        self.layers, self.layout, self._maker, self._reader = state
+    def take_over(self, other: CrossCache) -> None:
+        """Replaces the images by those of another cache, such as a copy that was made before images came."""
+        self.layers, self.layout = other.layers, other.layout
+        self.made_by, self.read_by = other.made_by, other.read_by
 
     def plus_zero(self, zero: torch.Tensor) -> CrossCache:
         """Returns a cache with the same images, and `zero` added to the keys of the first block.
@@ -196,7 +188,7 @@ class CrossCache(DynamicCache):
 
     def shared(self) -> CrossCache:
         """Returns a cache with the same images for another conversation. Nothing is copied."""
-        other = CrossCache(self._dtype_of_first)
+        other = CrossCache()
         other.layers = [copy.copy(layer) for layer in self.layers]
         other.layout, other.made_by, other.read_by = self.layout, self.made_by, self.read_by
         return other
@@ -245,30 +237,9 @@ def _needs_text_rows(method: str) -> RuntimeError:
     )
 
 
-def append(cached: KeyValue | None, new: KeyValue) -> KeyValue:
+def append(cached: KeyValue, new: KeyValue) -> KeyValue:
     """Returns the cached keys and values of a block, followed by new ones in the same dtype."""
-    if cached is None:
-        return new
     return concatenate([cached[0], new[0]], dim=2), concatenate([cached[1], new[1]], dim=2)
-
-
-def _tensors_of(states: States) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return (states.steps, states.scales) if isinstance(states, StoredStates) else (states, None)
-
-
-def check_fits(cache: CrossCache, num_blocks: int, num_key_value_heads: int, head_dim: int) -> None:
-    """Raises a `ValueError` if cached images do not fit the model."""
-    if len(cache.layers) != num_blocks:
-        raise ValueError(
-            f"Expected images for {num_blocks} cross-attention blocks in `cache`, got {len(cache.layers)}. "
-            "Another model encoded them."
-        )
-    _, heads, _, width = cache.layers[0].keys.shape
-    if heads != num_key_value_heads or width != head_dim:
-        raise ValueError(
-            f"Expected {num_key_value_heads} K/V heads of width {head_dim} in `cache`, got {heads} of width "
-            f"{width}. Another model encoded the images."
-        )
 
 
 def is_empty(cache: Cache) -> bool:

@@ -92,31 +92,3 @@ def mixed_sum(words: torch.Tensor, weights: torch.Tensor, added: int = 0) -> tor
     """Returns the sum over the last axis. `added` is added to each word before its multiplication."""
     mixed = ((words ^ (words >> 32)) + added) * weights
     return (mixed ^ (mixed >> 29)).sum(dim=-1)
-
-
-def digests_of(
-    name: str,
-    images: torch.Tensor,
-    compute_dtype: torch.dtype,
-    image_mask: torch.Tensor | None,
-    kinds: torch.Tensor | None = None,
-) -> Digests:
-    """Computes the digests of pixels `(R, num_images, ...)` or features `(R, num_images, tokens, context_size)`.
-
-    Args:
-        name (`str`): the argument that passed the images.
-        compute_dtype (`torch.dtype`): dtype of the model. Images that are equal in this dtype get equal digests.
-        image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding.
-        kinds (`torch.LongTensor`, *optional*): `(R, num_images)`. Images of different kinds get different digests.
-    """
-    dtype = images.dtype if images.dtype.itemsize < compute_dtype.itemsize else compute_dtype
-    images = images.to(compute_dtype)
-    num_images, per_image = images.shape[1], 1
-    if name == "cross_attention_states":
-        per_image = images.shape[2]
-        images = images.flatten(1, 2)
-        image_mask = None if image_mask is None else image_mask.repeat_interleave(per_image, dim=1)
-    values = digest(images)
-    if kinds is not None:
-        values = values + kinds.to(values) * 6364136223846793005
-    return Digests(name, dtype, values, image_mask, (per_image,) * num_images)

@@ -2,8 +2,8 @@
 
 Some rows have fewer images than others, and some images have fewer tiles. They are padded, and masks say where. The
 host reads these masks, so that only real tokens are computed. On a GPU, the host waits for the masks once, when new
-images come. The layout remembers the result, so no decode step waits. Compiled, exported and captured code has no
-values that could be read. There, padding is computed and masked.
+images come, and in no decode step. Compiled, exported and captured code has no values that could be read. There,
+padding is computed and masked.
 
 A layout never changes, because caches and conversations share it. A conversation that adds or hides images gets a new
 layout. The dataclass is not frozen, because transformers' exporters set attributes to move the tensors of a cache to
@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..utils.tensor_checks import has_values
 from .digests import Digests
-from .pytrees import UnexportedValue, dataclass_node
+from .pytrees import dataclass_node
 
 
 class RealTokens(NamedTuple):
@@ -61,10 +61,6 @@ class ImageLayout:
     image_mask: torch.Tensor | None = None  # `(R, num_images)`, False = padding image. None if there is none
     # One entry for each argument that passed images. None if the content of the images was not recorded.
     digests: tuple[Digests, ...] | None = None
-
-    def __post_init__(self) -> None:
-        # The result of [`real_tokens`] in a tuple of one entry. None until it is called.
-        self._real_tokens: UnexportedValue[Any] = UnexportedValue(None)
 
     @classmethod
     def of(
@@ -108,12 +104,10 @@ class ImageLayout:
         mask = self.token_mask
         if mask is None or not has_values(mask):
             return None
-        if getattr(self._real_tokens, "value", None) is None:
-            real = rows_to(mask, max(rows, mask.shape[0])).unflatten(0, (rows, -1)).any(dim=1)
-            coordinates = torch.stack(real.nonzero(as_tuple=True))
-            some = 0 < coordinates.shape[1] < real.numel()
-            self._real_tokens.value = (RealTokens(coordinates, (real.shape[0], real.shape[1])) if some else None,)
-        return self._real_tokens.value[0]
+        real = rows_to(mask, max(rows, mask.shape[0])).unflatten(0, (rows, -1)).any(dim=1)
+        coordinates = torch.stack(real.nonzero(as_tuple=True))
+        some = 0 < coordinates.shape[1] < real.numel()
+        return RealTokens(coordinates, (real.shape[0], real.shape[1])) if some else None
 
     def append(self, later: ImageLayout) -> ImageLayout:
         """Returns the layout of these images, followed by `later` images of the same rows."""

@@ -26,13 +26,13 @@ class Unexported:
     __slots__ = ("__dict__",)
 
 
+@dataclasses.dataclass(eq=False)
 class UnexportedValue(Unexported, Generic[T]):
     """One value that exporters do not see. In a cache that an exported program has returned, `value` is missing."""
 
     __slots__ = ("value",)
 
-    def __init__(self, value: T):
-        self.value = value
+    value: T
 
 
 def dataclass_node(cls: type[T]) -> type[T]:

@@ -13,6 +13,7 @@ A failed call leaves the cache as it was, or marks it as broken.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -143,17 +144,14 @@ class XAttnCache(EncoderDecoderCache):
     def text_rows(self, rows: int | None) -> None:
         self._rows = UnexportedValue(rows)
 
-    @property
-    def holds_no_text(self) -> bool:
-        """Whether the cache holds no text yet. False also if this cannot be told without reading a tensor."""
-        return not torch.compiler.is_compiling() and self.can_be_cropped and not self.get_seq_length()
-
     def note_images(self, text_len: int, coming: int = 0) -> None:
-        """Records that the last images came with the last `text_len` text tokens, and with the next `coming` tokens.
+        """Records that images came with the last `text_len` text tokens, and with the next `coming` tokens.
 
         Images of `encode_images` come without a text. They count as part of the text before them, so they stay when
         later text is removed.
         """
+        for index in range(len(self.cross_attention_cache.layers)):
+            self.is_updated[index] = True  # transformers reads from this that the cross half is filled
         if not self.is_stateful() and not torch.compiler.is_compiling():
             length = int(self.get_seq_length())
             self._images_at = UnexportedValue((length - text_len, length + coming))
@@ -189,8 +187,10 @@ class XAttnCache(EncoderDecoderCache):
         """Raises a `ValueError` if the cache is broken, or if its rows do not fit the rows of the new text."""
         if self.broken:
             raise ValueError(self.broken)
-        if text_len > 1:
-            self._forget_removed_text()
+        seen = self.progress.counts is not None or self.progress.held is not None
+        if text_len > 1 and seen and not (self.can_be_cropped or self.is_stateful() or torch.compiler.is_compiling()):
+            if int(self.get_seq_length()) == 0:  # the caller has reset a static text half alone, so its text is gone
+                self.progress = TextProgress(coming=self.progress.coming)
         text_rows = self.text_rows
         if text_rows is not None and batch_size != text_rows:
             raise ValueError(
@@ -204,17 +204,6 @@ class XAttnCache(EncoderDecoderCache):
                 f"`cache`, got {batch_size}. To choose the image row of each text, call `select_images`."
             )
 
-    def _forget_removed_text(self) -> None:
-        """Resets the progress if the caller has emptied a text half that cannot be cropped.
-
-        The caller may reset a static text half alone. Then the old text must not count any more.
-        """
-        seen = self.progress.counts is not None or self.progress.held is not None
-        if not seen or self.can_be_cropped or self.is_stateful() or torch.compiler.is_compiling():
-            return
-        if int(self.get_seq_length()) == 0:
-            self.progress = TextProgress(coming=self.progress.coming)
-
     @property
     def offloads(self) -> bool:
         """Whether keys and values are offloaded to the host."""
@@ -225,8 +214,10 @@ class XAttnCache(EncoderDecoderCache):
 
         Such a text half does not know the length of the text.
         """
-        layers = self.self_attention_cache.layers
-        return len(layers) > 0 and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
+        for layer in self.self_attention_cache.layers:
+            if isinstance(layer, CacheLayerMixin):
+                return False
+        return len(self.self_attention_cache.layers) > 0
 
     @property
     def is_linear(self) -> list[bool]:
@@ -283,11 +274,6 @@ class XAttnCache(EncoderDecoderCache):
             self.text_length = self.text_length.clone()
         if self.text_padding is not None:
             self.text_padding = self.text_padding.clone()
-
-    def mark_updated(self, num_blocks: int) -> None:
-        """Sets the flags from which transformers reads that the cross half is filled."""
-        for index in range(num_blocks):
-            self.is_updated[index] = True
 
     def _take_text_rows(self, indices: torch.Tensor, may_share: bool) -> None:
         """Selects the images and the progress of the text rows `indices`.
@@ -376,7 +362,7 @@ def whole_or_not_at_all(cache: XAttnCache | None) -> Iterator[None]:
     if cache is None or torch.compiler.is_compiling():
         yield
         return
-    images, length = cache.cross_attention_cache.state(), cache.get_seq_length()
+    images, length = copy.copy(cache.cross_attention_cache), cache.get_seq_length()
     length = length.clone() if isinstance(length, torch.Tensor) else length  # A static layer counts in place.
     text = (cache.progress, cache.text_rows, cache.text_length, cache.text_padding, dict(cache.is_updated))
     images_at = cache._images_at, cache._lost_marker
@@ -384,7 +370,7 @@ def whole_or_not_at_all(cache: XAttnCache | None) -> Iterator[None]:
         yield
     except BaseException:
         cache.broken = BROKEN  # in case a second exception interrupts what follows
-        cache.cross_attention_cache.restore(images)
+        cache.cross_attention_cache.take_over(images)
         cache._images_at, cache._lost_marker = images_at
         cache.progress, cache.text_rows, cache.text_length, cache.text_padding, cache.is_updated = text
         cache.broken = None if _crop_text(cache, int(length)) else BROKEN

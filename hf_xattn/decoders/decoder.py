@@ -177,10 +177,13 @@ class DecoderInterface(NamedTuple):
             _why_not_static(differs, name),
         )
 
-    def check_continues(self, length: int, cache: Cache | None) -> None:
-        """Raises a `ValueError` for an unusable cache, and for several tokens after text that would be forgotten."""
-        if cache is None:
-            return
+    def check_continues(self, length: int, cache: Cache, mask: Any) -> None:
+        """Checks that `length` new tokens with the `attention_mask` `mask` can follow the text in a cache.
+
+        Raises:
+            ValueError: for an unusable cache, for several tokens after text that would be forgotten, and for a mask
+                that covers only the new text, which would hide cached text, or the new text.
+        """
         if not HAS_RECORDING:
             check_recorded(cache)
         if self.not_static is not None and isinstance(cache, StaticCache):
@@ -190,6 +193,21 @@ class DecoderInterface(NamedTuple):
                 f"Expected one token at a time after the text in `cache`, got {length}: {self.name} drops "
                 "its state when it reads several. Pass one token a call, or call `generate` with an "
                 "`EncoderDecoderCache`, which does so."
+            )
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or torch.compiler.is_compiling():
+            return
+        past: Any = None
+        for layer in cache.layers:
+            if isinstance(layer, CacheLayerMixin):  # state-space layers do not count the text, and take such a mask
+                past = layer.get_seq_length()
+                break
+        if isinstance(past, torch.Tensor):  # in a static cache. On a GPU, only a short mask is worth waiting for
+            known = has_values(past) and (past.device.type == "cpu" or mask.shape[1] == length)
+            past = int(past) if known else None
+        if past is not None and mask.shape[1] < past + length:
+            raise ValueError(
+                f"Expected `attention_mask` of shape (batch, {past + length}), for the text in `cache` too "
+                f"({past} tokens), got {tuple(mask.shape)}."
             )
 
     def check_padding(

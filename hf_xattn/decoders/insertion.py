@@ -30,7 +30,7 @@ logger = logging.get_logger(__name__)
 PREFIX = "CrossAttending"
 
 # Submodules of a layer: the block or blocks in front of the layer and, in the last layer only, those after the layer.
-BLOCKS = ("cross_attention_block", "cross_attention_block_after")
+IN_FRONT, AFTER = BLOCKS = ("cross_attention_block", "cross_attention_block_after")
 
 # The parts of a model that can be frozen separately, as keyword arguments of `freeze`, and the submodules of
 # `XAttnModel` that hold them. The blocks are inside the text model, but they are a part of their own.
@@ -38,25 +38,22 @@ PARTS = ("text", "vision", "connector", "blocks")
 ROOTS = {"text_model": "text", "vision_tower": "vision", "connector": "connector"}
 
 
-def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool = True) -> type[nn.Module]:
+@memoized
+def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool) -> type[nn.Module]:
     """Derives the class of a decoder layer with a block in front. Equal arguments give the same class object.
 
     `receives_keywords` says whether the decoder passes keyword arguments to the layer. If it does not, the `__call__`
     of the layer fetches the context (see `layers/context.py`).
     """
-    return _cross_attending_class(layer_class, receives_keywords)
-
-
-@memoized
-def _cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool) -> type[nn.Module]:
 
     def forward(self, *args, **kwargs):
         context: CrossAttentionContext | ImageTokens | None = kwargs.pop(KEYWORD, None)
-        block, after = (self._modules.get(name) for name in BLOCKS)
+        block, after = self._modules.get(IN_FRONT), self._modules.get(AFTER)
         if context is None or (block is None and after is None):
             return layer_class.forward(self, *args, **kwargs)
         if isinstance(context, ImageTokens):
-            return tuple(pair for each in (block, after) if each is not None for pair in each.encode(context))
+            in_front = () if block is None else block.encode(context)
+            return in_front if after is None else (*in_front, *after.encode(context))
         if block is not None and args:
             args = (block(args[0], cross_attention=context), *args[1:])
         elif block is not None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..utils.distributed import is_distributed
+from .text_inputs import check_labels, check_side_by_side
 
 
 IGNORED = -100
@@ -52,15 +53,36 @@ class LossInputs(NamedTuple):
     ignore_index: int | None  # the label that is ignored; None for -100
 
     @classmethod
-    def take_from(cls, model: PreTrainedModel, labels: torch.Tensor | None, kwargs: dict[str, Any]) -> LossInputs:
-        """Removes the arguments of a loss from `kwargs`, and masks the labels.
+    def take_from(
+        cls,
+        model: PreTrainedModel,
+        text: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor,
+        kwargs: dict[str, Any],
+    ) -> LossInputs:
+        """Removes the arguments of a loss from `kwargs`, checks the labels, and masks them.
+
+        Args:
+            model ([`XAttnForConditionalGeneration`]): The model.
+            text: The ids or embeddings of the call.
+            labels (`torch.LongTensor`, *optional*): The labels, if `kwargs` has no `shift_labels`.
+            logits_to_keep: The argument of the call.
+            kwargs (`dict`): Other arguments of the call.
 
         Raises:
-            ValueError: for image markers in the labels and a `num_items_in_batch` that may count those of other calls.
+            TypeError: for labels that are not integers.
+            ValueError: for labels that do not fit the text or `logits_to_keep`, and for image markers in the labels
+                and a `num_items_in_batch` that may count those of other calls.
         """
         given, items = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
         index: int | None = kwargs.pop("ignore_index", None)
         ignored = IGNORED if index is None else index
+        if given is None:
+            check_side_by_side(logits_to_keep)
+        for name, each in (("labels", labels), ("shift_labels", given)):
+            if each is not None:
+                check_labels(name, each, text, logits_to_keep, ignored)
         # transformers' loss takes a view of shifted labels, which is not possible for every slice
         masked, shifted = (
             None if each is None else mask_labels(model, each, ignored).contiguous() for each in (labels, given)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import BlockMask
 
 from ..utils.tensor_checks import INTEGERS, check_floating, check_integers, check_tensor, has_values
@@ -73,20 +72,6 @@ def check_ids(name: str, ids: torch.Tensor) -> None:
     raise ValueError(f"`{name}` holds no token: its shape is {tuple(ids.shape)}.")
 
 
-def refuse_prefix(model: object) -> None:
-    """Raises a `ValueError` for PEFT methods that learn keys and values, because `generate` would leave these out.
-
-    `PeftModel.generate` replaces `prepare_inputs_for_generation` of the model, by which this function finds PEFT.
-    """
-    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
-    if getattr(kind, "value", kind) in PREFIXES:
-        raise ValueError(
-            f"`generate` does not work with {getattr(kind, 'value', kind)} of PEFT, which puts keys and values into a "
-            "cache of its own. Use LoRA or prompt tuning."
-        )
-
-
 def check_embeds(embeds: torch.Tensor, embedding: nn.Module) -> tuple[int, int]:
     """Returns batch and length of embeddings `(batch, text_len, width)`, and raises an error for anything else."""
     check_tensor("inputs_embeds", embeds)
@@ -119,29 +104,27 @@ def check_attention_mask(
         raise ValueError(f"Expected `attention_mask` of shape (batch={rows}, {covered}), got {shape}.")
 
 
-def check_covered(mask: object, length: int, cache: Cache) -> None:
-    """Raises a `ValueError` for a mask that covers only the new text: it would hide cached text, or the new text."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or torch.compiler.is_compiling():
-        return
-    keys = next((layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)), None)
-    if keys is None:  # a decoder that has only state-space layers takes such a mask
-        return
-    past: Any = keys.get_seq_length()
-    if isinstance(past, torch.Tensor):  # in a static cache. On a GPU, only a short mask is worth waiting for the value
-        past = int(past) if has_values(past) and (past.device.type == "cpu" or mask.shape[1] == length) else None
-    if past is not None and mask.shape[1] < past + length:
-        raise ValueError(
-            f"Expected `attention_mask` of shape (batch, {past + length}), for the text in `cache` too "
-            f"({past} tokens), got {tuple(mask.shape)}."
-        )
+def check_options(model: Any, options: GenerationConfig, sees: bool, masked: bool) -> None:
+    """Raises a `ValueError` for options of `generate` with which it would leave out images, or what PEFT has learned.
 
+    PEFT's `generate` replaces `prepare_inputs_for_generation` of the model, by which this function finds PEFT.
 
-def check_options(options: GenerationConfig, marker: int | None, masked: bool) -> None:
-    """Raises a `ValueError` for options of `generate` with which it would leave out images.
-
-    `marker` is the id of the image marker. `masked` says whether there is an `attention_mask`; without one,
-    transformers finds padding by its token.
+    Args:
+        model ([`XAttnForConditionalGeneration`]): The model.
+        options (`GenerationConfig`): The options.
+        sees (`bool`): Whether the call has images.
+        masked (`bool`): Whether it has an `attention_mask`. Without one, transformers finds padding by its token.
     """
+    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
+    if getattr(kind, "value", kind) in PREFIXES:
+        raise ValueError(
+            f"`generate` does not work with {getattr(kind, 'value', kind)} of PEFT, which puts keys and values into a "
+            "cache of its own. Use LoRA or prompt tuning."
+        )
+    if not sees:
+        return
+    marker = model.config.image_token_id
     if options.token_healing:
         raise ValueError(
             f"Expected `token_healing=False` beside images, got {options.token_healing!r}: it asks for the last token "

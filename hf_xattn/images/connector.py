@@ -63,6 +63,8 @@ class XAttnConnector(PreTrainedModel):
         super().__init__(config)
         made = CONNECTORS.make(config.connector_type, config)
         self.layers = nn.ModuleList([made] if isinstance(made, nn.Module) else made)
+        # What numbers the images of a row, if a layer reads these numbers (see [`Numbering`])
+        self.numbering: Any = next((layer.numbering for layer in self.layers if hasattr(layer, "numbering")), None)
         self.post_init()
 
     @torch.no_grad()
@@ -85,9 +87,10 @@ class XAttnConnector(PreTrainedModel):
 
         `positions` has the number of each image among the images of its row, for layers with `reads_positions`.
         """
-        first = next((module for module in self.modules() if isinstance(module, nn.Linear)), None)
-        if first is not None:  # the connector may be float32, for training, and a frozen tower in half precision
-            features = to_dtype_of(first, features)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):  # may be float32, for training, beside a frozen tower in half precision
+                features = to_dtype_of(module, features)
+                break
         images = features.shape[:-2]
         for layer in self.layers:
             features = layer(features, positions) if getattr(layer, "reads_positions", False) else layer(features)

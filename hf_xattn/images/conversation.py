@@ -32,8 +32,7 @@ from ..cache.text_progress import CallersMask, TextProgress
 from ..cache.xattn_cache import XAttnCache
 from ..utils.tensor_checks import has_values
 from .image_encoder import FoundImages, ImageEncoder, ImageSource, without_padding_tokens
-from .image_inputs import ImageAxis, ImageInputs
-from .tower import token_mask_of
+from .image_inputs import MASKS, NO_IMAGES, ImageAxis, ImageInputs
 
 
 logger = logging.get_logger(__name__)
@@ -77,12 +76,6 @@ class ImagesOfCall(NamedTuple):
     unseen: bool = False  # whether these are images that no text sees (see [`XAttnImagesMixin.images_of_nobody`])
     ready: CrossCache | None = None  # keys and values, if nothing has to be computed
 
-    @property
-    def layout_of_text(self) -> ImageLayout:
-        """The layout, with a mask row for each text row, or with fewer rows that the text rows share in order."""
-        assert self.layout is not None
-        return self.layout if self.rows is None else self.layout.of_text(self.rows)
-
 
 @dataclass_node
 @dataclass(eq=False)
@@ -116,34 +109,42 @@ def read_images(
     """
     cross = None if cache is None else cache.cross_attention_cache
     cached = None if cross is None else cross.layout
-    if inputs.is_empty:
+    if inputs is NO_IMAGES:
         return ImagesOfCall(None, cached, None)
     inputs.check_rows(text.rows, 0 if cross is None else cross.rows)
-    if cache is not None:
-        inputs = inputs.with_own_masks()
+    if cache is not None:  # it keeps the masks, and the caller may change theirs
+        own = {name: mask.clone() for name in MASKS if (mask := getattr(inputs, name)) is not None}
+        inputs = replace(inputs, **own)
+    new = found = rows = None
     if inputs.images is None:
         assert cache is not None and cached is not None
-        axes = [ImageAxis(cached.sizes, real=cached.image_mask if inputs.image_mask is None else None)]
         layout = _narrowed(encoder, cached, inputs, has_text=cache.text_rows is not None)
-        return ImagesOfCall(None, layout, _mask_of_new_text(inputs, axes, text))
-    inputs.check_device(inputs.images.device, "images")
-    rows = inputs.rows_of_text()
-    if text.packed is not None and encoder.numbering is not None:
-        inputs = encoder.numbering.in_samples(encoder.config, inputs, text.packed, rows)
-    digests = encoder.digests(inputs) if record_content or cached is not None else None
-    found = UncachedImages(inputs, digests) if cached is None else find_new(inputs, digests, cached)
-    assert found.inputs.images is not None
-    if 0 in found.inputs.images.shape:
-        assert cached is not None
-        if inputs.token_mask is not None:
-            check_known_mask("cross_attention_mask", inputs.token_mask, cached)
-        return ImagesOfCall(None, cached, _mask_of_new_text(inputs, found.axes(cached, ()), text), rows=rows)
-    new = _encode(encoder, found, record_content, cached, source)
-    if cache is not None:
-        _check_place(encoder, inputs, found, new, cache, text)
-    layout = new.layout if cached is None else cached.append(new.layout)
-    mask = _mask_of_new_text(inputs, found.axes(cached, new.layout.sizes), text)
-    return ImagesOfCall(new, layout, mask, rows=rows)
+    else:
+        inputs.check_device(inputs.images.device, "images")
+        rows = None if inputs.image_rows is None else inputs.rows_of_text()
+        if text.packed is not None and encoder.numbering is not None:
+            inputs = encoder.numbering.in_samples(encoder.config, inputs, text.packed, rows)
+        digests = encoder.digests(inputs) if record_content or cached is not None else None
+        found = UncachedImages(inputs, digests) if cached is None else find_new(inputs, digests, cached)
+        assert found.inputs.images is not None
+        if cached is not None and 0 in found.inputs.images.shape:
+            layout = cached
+            if inputs.token_mask is not None:
+                check_known_mask("cross_attention_mask", inputs.token_mask, cached)
+        else:
+            new = _encode(encoder, found, record_content, cached, source)
+            if cache is not None and (cached is not None or cache.text_rows is not None):
+                _check_place(encoder, inputs, found, new, cache, text)
+            layout = new.layout if cached is None else cached.append(new.layout)
+    if inputs.text_mask is None:
+        return ImagesOfCall(new, layout, None, rows)
+    if found is None:
+        axes = [ImageAxis(layout.sizes, real=layout.image_mask if inputs.image_mask is None else None)]
+    else:
+        axes = found.axes(cached, () if new is None else new.layout.sizes)
+    mask = inputs.callers_mask(axes, (text.new, text.new + text.cached))
+    # The mask may also have rows for cached text, which has been read already.
+    return ImagesOfCall(new, layout, mask if mask.text_len == text.new else mask.part(text.cached), rows)
 
 
 def _encode(
@@ -172,7 +173,9 @@ def _encode(
         tokens, device = features.shape[2], features.device
     else:
         tokens, device = stored.tokens, stored.device
-    token_mask = token_mask_of(images.tiles, real, tokens)
+    token_mask = None if real is None else real.repeat_interleave(tokens, dim=1)
+    if images.tiles is not None:
+        token_mask = images.tiles.token_mask(real, tokens)
     if given_mask is not None:
         given = found.part_of(given_mask, num_images * tokens, cached)
         both = max(given.shape[0], rows)
@@ -194,9 +197,12 @@ def _check_place(
     cache: XAttnCache,
     text: TextOfCall,
 ) -> None:
-    """Raises a `ValueError` if the text of earlier images was removed, or if their markers come again in the new text.
+    """Checks new images that come to a cache with images or text.
 
     Warns of new images after text that was read without them.
+
+    Raises:
+        ValueError: if the text of earlier images was removed, or if their markers come again in the new text.
     """
     cached, all_see = cache.cross_attention_cache.layout, encoder.config.image_visibility == "all"
     if not found.again:
@@ -206,12 +212,6 @@ def _check_place(
     if all_see and cache.text_rows is not None:
         if not torch.compiler.is_compiling() and int(cache.get_seq_length()):
             logger.warning_once(UNSEEN)
-
-
-def _mask_of_new_text(inputs: ImageInputs, axes: list[ImageAxis], text: TextOfCall) -> CallersMask | None:
-    """Returns the caller's mask for the new text, without rows for cached text, which has been read already."""
-    mask = inputs.callers_mask(axes, (text.new, text.new + text.cached))
-    return mask if mask is None or mask.text_len == text.new else mask.part(text.cached)
 
 
 def _narrowed(encoder: ImageEncoder, cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> ImageLayout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -10,14 +11,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..cache.cross_cache import CrossCache, KeyValue
-from ..cache.digests import Digests, digests_of
+from ..cache.digests import Digests, digest
 from ..cache.image_layout import ImageLayout, real_coordinates, rows_to
 from ..configuration_xattn import XAttnConfig
 from ..layers.block import GatedCrossAttentionBlock
 from ..utils.distributed import check_callable, has_units, is_distributed
 from .connector import XAttnConnector, check_square
 from .image_inputs import ImageInputs
-from .tower import Arrangement, blank_image, check_not_trained, run_tower, states_for_all_weights
+from .tower import Arrangement, blank_image, check_not_trained, run_tower
 
 
 class ModelBody(Protocol):
@@ -66,7 +67,8 @@ class FoundImages(Protocol):
     @property
     def device(self) -> torch.device: ...  # device of the image features
 
-    def keys_values(self, cross: CrossCache, null_key: bool) -> list[KeyValue]: ...  # for [`CrossCache.fill`]
+    def keys_values(self, cross: CrossCache, cache_dtype: str | None, null_key: bool) -> list[KeyValue]:
+        """Returns what [`CrossCache.fill`] takes: the keys and values of `cross`, and those of these images."""
 
 
 class ImageSource(Protocol):
@@ -95,6 +97,7 @@ class Numbering(Protocol):
     def check_hidden(self, image_mask: torch.Tensor, cached: ImageLayout) -> None: ...
 
 
+@dataclass(frozen=True)
 class ImageEncoder:
     """Encodes images for one model. It knows the tower and the connector, but not the model that they belong to.
 
@@ -107,19 +110,11 @@ class ImageEncoder:
         numbering ([`Numbering`], *optional*): Numbers the images of a row; None if the connector does not read this.
     """
 
-    def __init__(
-        self,
-        config: XAttnConfig,
-        vision_tower: PreTrainedModel | None,
-        connector: XAttnConnector | None,
-        find_like: Callable[[], torch.Tensor],
-        numbering: Numbering | None = None,
-    ):
-        self.config = config
-        self.vision_tower = vision_tower
-        self.connector = connector
-        self.find_like = find_like
-        self.numbering = numbering
+    config: XAttnConfig
+    vision_tower: PreTrainedModel | None
+    connector: XAttnConnector | None
+    find_like: Callable[[], torch.Tensor]
+    numbering: Numbering | None = None
 
     def features(
         self, pixel_values: torch.Tensor, tiles: Arrangement | None = None, positions: torch.Tensor | None = None
@@ -152,8 +147,8 @@ class ImageEncoder:
             check_callable("vision_tower", self.vision_tower)
             check_callable("connector", self.connector)
         output = run_tower(self.vision_tower, pixel_values, tiles, self.config.vision_feature_layer, **returns)
-        states = states_for_all_weights(self.vision_tower, output)
-        return output, self.connected(states, pixel_values.shape[:2], tiles, positions, skips_padding)
+        assert output.last_hidden_state is not None
+        return output, self.connected(output.last_hidden_state, pixel_values.shape[:2], tiles, positions, skips_padding)
 
     def connected(
         self,
@@ -207,7 +202,8 @@ class ImageEncoder:
         assert self.vision_tower is not None and self.config.vision_config is not None
         check_callable("vision_tower", self.vision_tower)
         output = run_tower(self.vision_tower, *blank_image(self.config.vision_config, features.device, features.dtype))
-        return states_for_all_weights(self.vision_tower, output).flatten()[:0].sum()
+        assert output.last_hidden_state is not None
+        return output.last_hidden_state.flatten()[:0].sum()
 
     def features_of(self, images: ImageInputs, real: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the image tokens `(R, n, tokens, context_size)` of pixels or of tower outputs.
@@ -232,10 +228,20 @@ class ImageEncoder:
         return features if coordinates is None else _at_coordinates(features, coordinates, shape)
 
     def digests(self, inputs: ImageInputs) -> Digests:
-        images, name = inputs.images, inputs.name
+        """Computes the digests of the images of a call. Equal images in the model's dtype get equal digests."""
+        images, real, name = inputs.images, inputs.real_images, inputs.name
         assert images is not None and name is not None
-        kinds = None if inputs.tiles is None else inputs.tiles.kinds
-        return digests_of(name, images, self.dtype_of(inputs), inputs.real_images, kinds)
+        computed, sizes = self.dtype_of(inputs), (1,) * images.shape[1]
+        dtype = images.dtype if images.dtype.itemsize < computed.itemsize else computed
+        images = images.to(computed)
+        if not inputs.pass_connector:  # a number for each token
+            sizes = (images.shape[2],) * images.shape[1]
+            real = None if real is None else real.repeat_interleave(images.shape[2], dim=1)
+            images = images.flatten(1, 2)
+        values = digest(images)
+        if inputs.tiles is not None:  # images of different kinds get different digests
+            values = values + inputs.tiles.kinds.to(values) * 6364136223846793005
+        return Digests(name, dtype, values, real, sizes)
 
     def dtype_of(self, inputs: ImageInputs) -> torch.dtype:
         """Returns the dtype to which the model casts pixels or features."""

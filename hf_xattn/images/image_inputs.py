@@ -25,7 +25,7 @@ then decide nothing, because that text has been read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ IMAGE_ARGUMENTS = (
 )
 # The arguments that hold images. A call has at most one of them.
 IMAGES = ("pixel_values", "vision_features", "cross_attention_states")
+MASKS = ("image_mask", "token_mask", "text_mask")  # the fields of [`ImageInputs`] that are masks
 NO_IMAGE = -1  # marks a text row without an image in `image_rows`
 
 
@@ -116,13 +117,18 @@ class ImageInputs:
                 point.
             ValueError: for contradictory arguments, or a wrong rank or width.
         """
+        name, is_empty = None, True
         for argument, value in given.items():
             if value is not None:
                 check_tensor(argument, value)
-        names = [argument for argument in IMAGES if given.get(argument) is not None]
-        if len(names) > 1:
-            raise ValueError(f"Expected `{names[0]}` or `{names[1]}`, not both.")
-        name = names[0] if names else None
+                is_empty = False
+        if is_empty:
+            return NO_IMAGES
+        for argument in IMAGES:
+            if given.get(argument) is not None:
+                if name is not None:
+                    raise ValueError(f"Expected `{name}` or `{argument}`, not both.")
+                name = argument
         images, tiles = _checked_images(config, name, given)
         image_mask = given.get("image_mask")
         if image_mask is not None:
@@ -132,15 +138,9 @@ class ImageInputs:
                 raise ValueError(
                     f"Expected `image_mask` of shape {expected}(batch, num_images), got {tuple(image_mask.shape)}."
                 )
-        token_mask, text_mask, text_mask_name = _checked_masks(
-            given.get("cross_attention_mask"), given.get("image_attention_mask")
-        )
-        return cls(name, images, tiles, image_mask, token_mask, text_mask, text_mask_name, given.get("image_rows"))
-
-    @classmethod
-    def take_from(cls, config: XAttnConfig, kwargs: dict[str, Any]) -> ImageInputs:
-        """Removes the image arguments from `kwargs` and checks them."""
-        return cls.of(config, **{name: kwargs.pop(name) for name in IMAGE_ARGUMENTS if name in kwargs})
+        mask, by_image = given.get("cross_attention_mask"), given.get("image_attention_mask")
+        masks = {} if mask is None and by_image is None else _checked_masks(mask, by_image)
+        return cls(name, images, tiles, image_mask, image_rows=given.get("image_rows"), **masks)
 
     def each_image(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ImageInputs:
         """Returns the images without masks, and applies `change` to each of their tensors `(R, n, ...)`."""
@@ -151,11 +151,6 @@ class ImageInputs:
             positions=None if self.positions is None else change(self.positions),
         )
 
-    def with_own_masks(self) -> ImageInputs:
-        """Returns the same with copies of the masks. A cache keeps the copies, and the caller may change the masks."""
-        masks = {name: getattr(self, name) for name in ("image_mask", "token_mask", "text_mask")}
-        return replace(self, **{name: mask.clone() for name, mask in masks.items() if mask is not None})
-
     def at(self, coordinates: list[tuple[int, int]]) -> ImageInputs:
         """Returns the images at `coordinates` (row, image), each in a row of its own."""
         index = torch.tensor(coordinates)
@@ -165,11 +160,6 @@ class ImageInputs:
             return tensor[rows, images][:, None]
 
         return self.each_image(take)
-
-    @property
-    def is_empty(self) -> bool:
-        given = (self.name, self.image_mask, self.token_mask, self.text_mask, self.image_rows)
-        return all(each is None for each in given)
 
     @property
     def pass_connector(self) -> bool:
@@ -231,7 +221,7 @@ class ImageInputs:
                 "about one image, encode it once with `encode_images` and pass the cache, or in training name each "
                 "text row's image in `image_rows`."
             )
-        allowed = {rows for rows in (text_rows, cached_rows, None if images is None else images.shape[0]) if rows}
+        allowed = {text_rows, cached_rows, None if images is None else images.shape[0]} - {None, 0}
         if images is not None and self.image_rows is not None:
             allowed = {images.shape[0]}  # a mask without a text axis belongs to the images
         for argument, mask in (("image_mask", self.image_mask), ("cross_attention_mask", self.token_mask)):
@@ -259,7 +249,7 @@ class ImageInputs:
             raise ValueError("`image_rows` was given without images. Pass `pixel_values` or `cross_attention_states`.")
 
     def rows_of_text(self) -> torch.Tensor | None:
-        """Returns `image_rows` `(B,)`, or None if the text rows share the image rows in equal numbers and in order.
+        """Returns `image_rows` `(B,)`. None if the text rows share the image rows in equal numbers and in order.
 
         On a GPU, this waits for the values.
 
@@ -284,14 +274,13 @@ class ImageInputs:
         in_order = rows == [row for row in range(count) for _ in range(len(rows) // count)]
         return None if in_order else self.image_rows
 
-    def callers_mask(self, axes: list[ImageAxis], text_lens: tuple[int, ...]) -> CallersMask | None:
-        """Returns the caller's mask with an entry for each text token and image token, or None.
+    def callers_mask(self, axes: list[ImageAxis], text_lens: tuple[int, ...]) -> CallersMask:
+        """Returns `text_mask` with an entry for each text token and image token.
 
         Raises a `ValueError` if the mask has a wrong shape.
         """
         mask = self.text_mask
-        if mask is None:
-            return None
+        assert mask is not None
         tiled = mask.dim() == 4
         if mask.shape[1] in text_lens:
             for axis in axes:
@@ -341,7 +330,7 @@ def _checked_images(
     config: XAttnConfig, name: str | None, given: dict[str, torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, Arrangement | None]:
     """Returns the images of the argument `name`, with an axis 1 for the images of a row, and their arrangement."""
-    ratios = {ratio: given.get(ratio) for ratio in ("aspect_ratio_ids", "aspect_ratio_mask")}
+    ratios = {"aspect_ratio_ids": given.get("aspect_ratio_ids"), "aspect_ratio_mask": given.get("aspect_ratio_mask")}
     images = None if name is None else given[name]
     if name is None or images is None or name == "cross_attention_states":
         for argument, value in ratios.items():
@@ -420,10 +409,8 @@ def refuse_lost_mask(pixel_values: torch.Tensor) -> None:
         )
 
 
-def _checked_masks(
-    mask: torch.Tensor | None, by_image: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None, str]:
-    """Returns a mask of image tokens, a mask for each text token, and the name of the argument of the latter."""
+def _checked_masks(mask: torch.Tensor | None, by_image: torch.Tensor | None) -> dict[str, Any]:
+    """Returns the fields of [`ImageInputs`] for a `cross_attention_mask` or an `image_attention_mask`."""
     if by_image is not None:
         if mask is not None:
             raise ValueError("Expected `image_attention_mask` or `cross_attention_mask`, not both.")
@@ -432,9 +419,9 @@ def _checked_masks(
                 f"Expected `image_attention_mask` of shape (batch, text_len, num_images), got {tuple(by_image.shape)}."
             )
         check_no_bias("image_attention_mask", by_image)
-        return None, (by_image != 0)[..., None], "image_attention_mask"  # each image counts as one tile
-    if mask is None:
-        return None, None, "cross_attention_mask"
+        # each image counts as one tile
+        return {"text_mask": (by_image != 0)[..., None], "text_mask_name": "image_attention_mask"}
+    assert mask is not None
     if mask.dim() not in (2, 3, 4):
         raise ValueError(
             "Expected `cross_attention_mask` of shape (batch, num_image_tokens), (batch, text_len, num_image_tokens) "
@@ -442,9 +429,9 @@ def _checked_masks(
         )
     if mask.dim() == 4:
         check_no_bias("cross_attention_mask", mask)
-        return None, mask != 0, "cross_attention_mask"  # Mllama's processor returns integers
+        return {"text_mask": mask != 0}  # Mllama's processor returns integers
     check_bool("cross_attention_mask", mask)
-    return (mask, None, "cross_attention_mask") if mask.dim() == 2 else (None, mask, "cross_attention_mask")
+    return {"token_mask" if mask.dim() == 2 else "text_mask": mask}
 
 
 def _of_tokens(mask: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:

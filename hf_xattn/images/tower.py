@@ -67,7 +67,11 @@ class Arrangement(Protocol):
         self, connector: nn.Module, features: torch.Tensor, positions: torch.Tensor | None, skips_padding: bool
     ) -> torch.Tensor: ...  # `(R, n, tokens of an image, context_size)`
 
-    def token_mask(self, image_mask: torch.Tensor | None, tokens: int) -> torch.Tensor: ...  # see `token_mask_of`
+    def token_mask(self, image_mask: torch.Tensor | None, tokens: int) -> torch.Tensor:
+        """Returns which image tokens are no padding, `(batch, num_images * tokens)`.
+
+        `image_mask` `(batch, num_images)` is False for padding images. `tokens` is the number of tokens of an image.
+        """
 
 
 # Arrangements by the `model_type` of the tower. `parts/tiles.py` fills this table. All other towers read whole images.
@@ -110,7 +114,7 @@ def run_tower(
     """Runs a tower on pixels `(R, num_images, ...)`.
 
     If the tower reads whole images, the `last_hidden_state` of the result has `R * num_images` rows, and a feature map
-    has its channels on axis 1, whatever the tower itself returns.
+    has its channels on axis 1, whatever the tower itself returns. If the tower trains, it depends on all weights.
 
     Args:
         tower (`PreTrainedModel`): The vision tower.
@@ -124,19 +128,25 @@ def run_tower(
         ValueError: for images of a size that the tower does not support, or an output without `last_hidden_state` or
             with another number of rows.
     """
-    asked = {name: value for name, value in returns.items() if value is not None}
-    if not tower.config.return_dict:
-        asked["return_dict"] = True
-    taken = {name: value for name, value in asked.items() if takes_keyword(type(tower), name)}
+    returns["return_dict"] = None if tower.config.return_dict else True
+    taken = {}
+    for name, value in returns.items():
+        if value is not None and takes_keyword(type(tower), name):
+            taken[name] = value
     if tiles is not None:
-        return tiles.run(tower, pixel_values, taken)
-    if layers is not None and (torch.compiler.is_compiling() or takes_keyword(type(tower), "output_hidden_states")):
-        taken["output_hidden_states"] = True
-    output = _read_whole_images(tower, pixel_values, taken)
-    if layers is not None:
-        keeps_states = bool(asked.get("output_hidden_states", tower.config.output_hidden_states))
-        output = _with_features_of(layers, output, layers_width(tower.config), keeps_states)
-    return _by_image(tower, output, pixel_values)
+        output = tiles.run(tower, pixel_values, taken)
+    else:
+        if layers is not None and (torch.compiler.is_compiling() or takes_keyword(type(tower), "output_hidden_states")):
+            taken["output_hidden_states"] = True
+        output = _read_whole_images(tower, pixel_values, taken)
+        if layers is not None:
+            asked = returns.get("output_hidden_states")
+            keeps_states = bool(tower.config.output_hidden_states if asked is None else asked)
+            output = _with_features_of(layers, output, layers_width(tower.config), keeps_states)
+        _by_image(tower, output, pixel_values.shape[:2].numel())
+    if tower.training and torch.is_grad_enabled():
+        output.last_hidden_state = _states_for_all_weights(tower, output)
+    return output
 
 
 def _with_features_of(
@@ -165,10 +175,10 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken
     pixels = pixel_values.flatten(0, 1).to(tower.dtype)
     if torch.compiler.is_compiling():
         return tower(pixel_values=pixels, **taken)
-    shape, size = tuple(pixel_values.shape), only_image_size(tower)
-    if size is not None and shape[-2:] != size:
+    shape = tuple(pixel_values.shape)
+    if shape[-2:] != image_size_of(tower.config) and (only := only_image_size(tower)) is not None:
         raise ValueError(
-            f"Expected `pixel_values` with images of {size} (height, width), the only size that the vision tower "
+            f"Expected `pixel_values` with images of {only} (height, width), the only size that the vision tower "
             f"({tower.config.model_type}) supports, got shape {shape}. The image processor of its checkpoint resizes "
             "images."
         )
@@ -198,9 +208,9 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken
     return output
 
 
-def _by_image(tower: PreTrainedModel, output: BaseModelOutput, pixel_values: torch.Tensor) -> BaseModelOutput:
+def _by_image(tower: PreTrainedModel, output: BaseModelOutput, images: int) -> None:
     """Brings `last_hidden_state` into the shape `(images, tokens, width)` or `(images, channels, height, width)`."""
-    features, images = output.last_hidden_state, pixel_values.shape[:2].numel()
+    features = output.last_hidden_state
     assert features is not None
     if tower.config.model_type in CHANNELS_LAST and features.dim() == 4:
         features = output.last_hidden_state = features.permute(0, 3, 1, 2)
@@ -211,17 +221,6 @@ def _by_image(tower: PreTrainedModel, output: BaseModelOutput, pixel_values: tor
             f"Expected a vision tower whose `last_hidden_state` is (images, tokens, width) or (images, channels, "
             f"height, width), got a {type(tower).__name__}, which returns {tuple(features.shape)} for {images} images."
         )
-    return output
-
-
-def token_mask_of(tiles: Arrangement | None, image_mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
-    """Returns which image tokens are no padding, `(batch, num_images * tokens)`, or None if no token is padding.
-
-    `tokens` is the number of tokens of an image.
-    """
-    if tiles is not None:
-        return tiles.token_mask(image_mask, tokens)
-    return None if image_mask is None else image_mask.repeat_interleave(tokens, dim=1)
 
 
 def blank_image(
@@ -263,8 +262,8 @@ def _has_flag(tower_class: type[PreTrainedModel]) -> bool:
     return FLAG in inspect.signature(tower_class.forward).parameters
 
 
-def states_for_all_weights(tower: nn.Module, output: BaseModelOutput) -> torch.Tensor:
-    """Returns the `last_hidden_state` of a tower. If the tower trains, the result depends on all weights of the tower.
+def _states_for_all_weights(tower: nn.Module, output: BaseModelOutput) -> torch.Tensor:
+    """Returns the `last_hidden_state` of a tower that trains, so that it depends on all weights of the tower.
 
     DDP waits for the gradient of every trainable weight. But some weights are used only after the last hidden state,
     and would get no gradient: CLIP's last norm, the poolers of ViT and BEiT, and the heads of SigLIP and AIMv2. The
@@ -272,8 +271,6 @@ def states_for_all_weights(tower: nn.Module, output: BaseModelOutput) -> torch.T
     """
     states = output.last_hidden_state
     assert states is not None
-    if not (tower.training and torch.is_grad_enabled()):
-        return states
     for each in (output.get("pooler_output"), *_mask_tokens(tower)):
         if each is not None and each.requires_grad:
             # The sum over no elements is zero, even if a value is infinite.

@@ -13,6 +13,7 @@ The second branch may be left out. The block differs from the cross-attention of
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -232,7 +233,7 @@ def cross_attention_blocks(module: nn.Module) -> list[GatedCrossAttentionBlock]:
             left.append(_running_copy(part))
         else:
             left.extend(part.children())
-    return sorted(blocks, key=lambda block: block.layer_idx)
+    return sorted(blocks, key=operator.attrgetter("layer_idx"))
 
 
 def _running_copy(wrapper: Any) -> nn.Module:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -31,10 +31,10 @@ from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
 from ..cache.cross_cache import CrossCache, KeyValue
-from ..cache.image_layout import ImageLayout, RealTokens, rows_to
+from ..cache.image_layout import RealTokens, rows_to
 from ..configuration_xattn import CrossAttentionConfig
 from ..utils.tensor_checks import check_bool, check_tensor, type_name
-from .positions import Positions, positions_in_images, token_positions
+from .positions import Positions, token_positions
 
 
 # Name of the keyword argument. No decoder of transformers has an argument of this name.
@@ -45,6 +45,7 @@ KEYWORD = "cross_attention_context"
 MAX_POSITIONS_PER_HEAD = 256
 
 
+@dataclass(eq=False)
 class Recorder:
     """Collects the attention weights of the blocks of one forward. So it also knows which blocks have run.
 
@@ -52,9 +53,8 @@ class Recorder:
     itself, and because as a pytree node it has no leaves.
     """
 
-    def __init__(self, weights: bool = False) -> None:
-        self.wants_weights = weights
-        self.weights: dict[int, torch.Tensor | None] = {}
+    wants_weights: bool = False
+    weights: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
     def to(self, *args, **kwargs) -> Recorder:
         return self
@@ -102,28 +102,6 @@ class ImageTokens(ModelOutput):
     real: RealTokens | None = None  # the places of the tokens, if padding tokens are left out
     positions: torch.Tensor | None = None  # `(1, N or M)`, position of each token in its image; None for 0 ... N - 1
     null_key: bool | None = None  # whether the null key of quiet softmax comes in front of the keys
-
-    @classmethod
-    def of(
-        cls, config: CrossAttentionConfig, states: torch.Tensor, layout: ImageLayout | None, first: bool
-    ) -> ImageTokens:
-        """Makes the argument of a call that projects new images.
-
-        Args:
-            config ([`CrossAttentionConfig`]): Configuration of the blocks.
-            states (`torch.Tensor`): `(R, N, context_size)`, the image tokens.
-            layout ([`ImageLayout`], *optional*): Layout of the images; None for images without padding.
-            first (`bool`): Whether these are the first images of the cache, which get the null key.
-        """
-        null_key = config.quiet_softmax and first
-        if layout is None:
-            return cls(states=states, null_key=null_key)
-        real = None if layout.token_mask is None else layout.real_tokens(states.shape[0])
-        positions = None if config.position == "none" else positions_in_images(layout.sizes, states.device)
-        if real is None:
-            return cls(states=states, positions=positions, null_key=null_key)
-        positions = None if positions is None else positions[:, real.coordinates[1].to(positions.device)]
-        return cls(states=real.take(states), real=real, positions=positions, null_key=null_key)
 
 
 @dataclass
@@ -266,5 +244,5 @@ def plain_context(
         mask=mask,
         visible=visible,
         positions=positions,
-        recorder=Recorder(weights=True) if output_attentions else None,
+        recorder=Recorder(wants_weights=True) if output_attentions else None,
     )

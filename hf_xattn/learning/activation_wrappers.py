@@ -3,7 +3,7 @@
 Layers are checkpointed by transformers, or by torch's activation wrappers (`checkpoint_wrapper`, `offload_wrapper`),
 which accelerate's FSDP adds. transformers does not know of these wrappers, so two things are done here:
 
-- A layer that runs twice must not write into a cache. [`recomputes_layers`] tells the model.
+- A layer that runs twice must not write into a cache. `recomputes_layers` tells the model.
 - Some decoders do not pass the images to their layers, so the layers read them from a channel (see
   `layers/context.py`). The channel is empty when the backward pass runs the layer again. So the wrapper gets the images
   as an argument, which it keeps for the second call.
@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from ..decoders.insertion import is_cross_attending
-from ..images.image_encoder import ModelBody
 from ..layers.context import KEYWORD, carried_context
 
 
@@ -32,55 +31,38 @@ _READS = "_reads_cross_attention_context"
 class XAttnRecomputingMixin:
     """Gradient checkpointing of [`XAttnModel`]."""
 
-    def why_uncached(self: Any) -> str | None:
-        """Returns why a forward pass must not write into a cache, or None if it may."""
-        learns = self.training or self.text_model.training or torch.is_grad_enabled()
-        if learns and recomputes_layers(self, self._interface.receives_keywords):
-            return "Gradient checkpointing runs layers twice"
-        return None
+    def recomputes_layers(self: Any) -> bool:
+        """Whether a backward pass will run the decoder's layers again, by transformers' checkpointing or in a wrapper.
 
+        Wrappers around the layers are prepared for the second call.
 
-def recomputes_layers(model: ModelBody, receives_keywords: bool) -> bool:
-    """Whether a backward pass will run the decoder's layers again, by transformers' checkpointing or in a wrapper.
-
-    Args:
-        model ([`XAttnModel`]): the model. Wrappers around its layers are prepared for the second call.
-        receives_keywords (`bool`): whether the decoder passes keyword arguments to its layers.
-
-    Raises:
-        ValueError: for reentrant checkpointing, where gradients are recorded.
-    """
-    # A frozen model is in evaluation mode, but its layers may checkpoint nevertheless, so each module is asked.
-    checkpointed = [
-        module
-        for module in model.text_model.modules()
-        if module.training and getattr(module, "gradient_checkpointing", False)
-    ]
-    if checkpointed:
-        if torch.is_grad_enabled():
-            for module in checkpointed:
-                refuse_reentrant(getattr(module, FUNCTION, None))
-        return True
-    # Compiled code runs a layer again without its writes to the cache, so there is nothing to prepare.
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    wrapped = [
-        module
-        for module in model.text_model.modules()
-        if WRAPPED in module._modules and is_cross_attending(unwrapped(module))
-    ]
-    if any(getattr(getattr(layer, "checkpoint_impl", None), "name", None) == "REENTRANT" for layer in wrapped):
-        raise ValueError(
-            "Expected checkpoint wrappers around the decoder's layers with `CheckpointImpl.NO_REENTRANT`, got "
-            "`REENTRANT`, which gives no gradients to images. Use `NO_REENTRANT`, or call "
-            "`model.gradient_checkpointing_enable()` instead of wrapping layers."
-        )
-    if not receives_keywords:
-        for layer in wrapped:  # each reads the images from the channel, and passes them to its layer
-            if not layer.__dict__.get(_READS):
-                layer.__dict__[_READS] = True
+        Raises:
+            ValueError: for reentrant checkpointing, where gradients are recorded.
+        """
+        learns, checkpointed, wrapped = torch.is_grad_enabled(), False, []
+        # Compiled code runs a layer again without its writes to the cache, so there is nothing to prepare.
+        prepares = learns and not torch.compiler.is_compiling()
+        for module in self.text_model.modules():
+            # A frozen model is in evaluation mode, but its layers may checkpoint all the same, so each module is asked.
+            if module.training and getattr(module, "gradient_checkpointing", False):
+                checkpointed = True
+                if learns:
+                    refuse_reentrant(getattr(module, FUNCTION, None))
+            elif prepares and WRAPPED in module._modules and is_cross_attending(unwrapped(module)):
+                wrapped.append(module)
+        if checkpointed:
+            return True
+        for layer in wrapped:
+            if getattr(getattr(layer, "checkpoint_impl", None), "name", None) == "REENTRANT":
+                raise ValueError(
+                    "Expected checkpoint wrappers around the decoder's layers with `CheckpointImpl.NO_REENTRANT`, got "
+                    "`REENTRANT`, which gives no gradients to images. Use `NO_REENTRANT`, or call "
+                    "`model.gradient_checkpointing_enable()` instead of wrapping layers."
+                )
+            if not self._interface.receives_keywords and not layer.__dict__.get(_READS):
+                layer.__dict__[_READS] = True  # it reads the images from the channel, and passes them to its layer
                 layer.register_forward_pre_hook(_add_context, with_kwargs=True)
-    return bool(wrapped)
+        return bool(wrapped)
 
 
 def refuse_reentrant(function: object) -> None:

@@ -13,7 +13,6 @@ from 0.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -95,6 +94,7 @@ class PerceiverResampler(nn.Module):
             if config.num_image_positions
             else None
         )
+        self.numbering = ImagePositions(config.num_image_positions) if config.num_image_positions else None
         self.layers = nn.ModuleList([PerceiverLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
 
@@ -235,15 +235,6 @@ class ImagePositions:
                 f"{image_mask[row].tolist()} for row {row}: the others were encoded with their places "
                 "(`perceiver_config.num_image_positions`). Pass `image_mask` to `encode_images`."
             )
-
-
-class XAttnNumberingMixin:
-    """The extra of [`XAttnModel`] that numbers the images of a row."""
-
-    def find_numbering(self: Any) -> ImagePositions | None:
-        """See [`XAttnImagesMixin.find_numbering`]."""
-        perceiver = self.config.perceiver_config
-        return ImagePositions(perceiver.num_image_positions) if perceiver and perceiver.num_image_positions else None
 
 
 def _in_cache(cached: ImageLayout | None, rows: int) -> int | torch.Tensor:

@@ -144,9 +144,10 @@ class XAttnVocabularyMixin:
     def _get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         """The method of transformers, whose processors may look up logits of added tokens in the prompt."""
         config, processors = self.config, super()._get_logits_processor(*args, **kwargs)  # type: ignore[misc]
-        looks_up = () if config.additional_vocab_in_head or not config.additional_vocab_size else OF_PROMPT_TOKENS
+        if config.additional_vocab_in_head or not config.additional_vocab_size:
+            return processors
         return LogitsProcessorList(
-            _WithAddedTokens(each, config.additional_vocab_size) if isinstance(each, looks_up) else each
+            _WithAddedTokens(each, config.additional_vocab_size) if isinstance(each, OF_PROMPT_TOKENS) else each
             for each in processors
         )
 

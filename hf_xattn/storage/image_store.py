@@ -28,7 +28,6 @@ from ..cache.cross_cache import CrossCache, KeyValue, append
 from ..cache.image_layout import ImageLayout
 from ..cache.states import States, as_stored, check_cache_dtype, map_states
 from ..images.image_inputs import ImageInputs
-from ..images.tower import token_mask_of
 from ..utils.distributed import is_distributed
 from .image_files import device_of
 
@@ -187,16 +186,17 @@ class ImageGrid:
         """Device of the image tokens."""
         return self.first.device
 
-    def keys_values(self, cross: CrossCache, null_key: bool) -> list[KeyValue]:
+    def keys_values(self, cross: CrossCache, cache_dtype: str | None, null_key: bool) -> list[KeyValue]:
         """Returns keys and values of every block for [`CrossCache.fill`]: the cached ones, then those of these images.
 
-        The cache is not changed. With `null_key`, the null key of quiet softmax comes first, if the cache is empty.
+        The cache is not changed. The new ones are stored in `cache_dtype`, that of the cached ones if there are any.
+        With `null_key`, the null key of quiet softmax comes first, if the cache is empty.
         """
         result = []
         for index in range(len(self.first.keys_values)):
             pair = [self._joined(index, part, null_key and not cross.layers) for part in (0, 1)]
-            new = as_stored(pair[0], cross.cache_dtype), as_stored(pair[1], cross.cache_dtype)
-            result.append(append(cross.layers[index].read() if cross.layers else None, new))
+            new = as_stored(pair[0], cache_dtype), as_stored(pair[1], cache_dtype)
+            result.append(append(cross.layers[index].read(), new) if cross.layers else new)
         return result
 
     def _joined(self, block: int, part: int, null_key: bool) -> States:
@@ -286,7 +286,8 @@ class StoreReader:
         """Encodes images `(count, 1, ...)` in one batch. Returns one entry for each, with views into the batch."""
         features = encode(images)
         tokens, null = features.shape[2], int(self.null_key)
-        layout = ImageLayout.of((tokens,), features.device, token_mask_of(images.tiles, None, tokens))
+        token_mask = None if images.tiles is None else images.tiles.token_mask(None, tokens)
+        layout = ImageLayout.of((tokens,), features.device, token_mask)
         projected = self.project(features.flatten(1, 2), layout)
         projected = [(key[:, :, null:], value[:, :, null:]) for key, value in projected]
         return [
@@ -386,12 +387,12 @@ class XAttnStoreMixin:
         return self.base_model._image_store
 
     def find_source(self: Any, made_by: str | None) -> StoreReader | None:
-        """Returns a reader of the store for one call. None if the store is off or must not be used.
+        """Returns a reader of the store for one call. None if the store must not be used.
 
         Args:
             made_by (`str`, *optional*): the identity of this model, if the caller knows it already.
         """
-        if self._image_store is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         if any(module.training for part in self._image_parts().values() for module in part.modules()):
             return None  # Dropout would become a part of the stored images.
@@ -407,7 +408,7 @@ class XAttnStoreMixin:
             self._image_store,
             lambda: f"{self.image_identity() if made_by is None else made_by} {devices} {tower_device}",
             f"autocast {precision} {dtype}",
-            lambda states, layout: self.project_images(states, CrossCache(dtype), layout),
+            lambda states, layout: self.project_images(states, CrossCache(), layout, dtype),
             self.config.cross_attention_config.quiet_softmax,
             dtype,
         )

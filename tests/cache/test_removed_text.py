@@ -58,6 +58,20 @@ def test_new_images_after_text_was_cropped(visibility, call):
 
 
 @torch.no_grad()
+def test_images_of_a_call_that_failed_before_its_text(monkeypatch):
+    """The picture of a failed `generate`, which no text has read, shown at the marker of the next picture."""
+    model = make_model(image_token_id=MARKER, image_visibility="previous")
+    ids, cache, fails = marked(6, 1, 1), empty(model), {"pixel_values": pixels(1, 1, 11), **GREEDY}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.model._interface), "call", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.generate(ids, cache=cache, **fails)
+    assert cache.text_rows is None and cache.cross_attention_cache.rows == 1
+    with pytest.raises(ValueError, match="holds images of text that was removed"):
+        model.generate(ids, cache=cache, pixel_values=pixels(1, 1, 12), **GREEDY)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("call", ["forward", "generate"])
 @pytest.mark.parametrize("first", ["forward", "generate"])
 def test_a_new_picture_behind_a_system_prompt(first, call):

@@ -119,14 +119,14 @@ def test_a_fresh_model_passes_every_check(config):
 
 def changing_when_kept(monkeypatch, change):
     """Changes keys and values of images that outlive the call which has encoded them."""
-    mark = XAttnCache.mark_updated
+    note = XAttnCache.note_images
 
-    def marked(cache, num_blocks):
+    def noted(cache, *args, **kwargs):
         for layer in cache.cross_attention_cache.layers:
             layer.keys, layer.values = change(layer.keys), change(layer.values)
-        mark(cache, num_blocks)
+        note(cache, *args, **kwargs)
 
-    monkeypatch.setattr(XAttnCache, "mark_updated", marked)
+    monkeypatch.setattr(XAttnCache, "note_images", noted)
 
 
 def test_caches_of_a_fresh_model_can_fail(monkeypatch):

@@ -59,7 +59,8 @@ def test_a_layer_with_a_block_is_still_of_its_own_class():
     assert [id(layer) for layer in layers] == objects
     new_class = type(layers[0])
     assert all(type(layer) is new_class for layer in layers)
-    assert new_class is cross_attending_class(layer_class) and new_class.__name__ == "CrossAttendingLlamaDecoderLayer"
+    assert new_class is cross_attending_class(layer_class, True)
+    assert new_class.__name__ == "CrossAttendingLlamaDecoderLayer"
     assert issubclass(new_class, layer_class) and isinstance(layers[0], layer_class)
     assert is_cross_attending(layers[0]) and not is_cross_attending(find_decoder(make_text())[1][0])
     for owner in (model, model.model):

@@ -95,7 +95,7 @@ def answer(layer, hidden, pairs, mask=None, repeats=1, output_attentions=False):
     visible = folded.visible
     if visible is not None and visible.shape[0] != hidden.shape[0]:
         visible = visible.repeat_interleave(repeats, dim=0)
-    recorder = Recorder(weights=True) if output_attentions else None
+    recorder = Recorder(wants_weights=True) if output_attentions else None
     context = CrossAttentionContext(cache=cache, mask=folded.mask, visible=visible, recorder=recorder)
     return layer(hidden, cross_attention=context)
 
@@ -299,4 +299,4 @@ def test_another_form_takes_the_same_way(monkeypatch):
     assert chosen.cache_dtype == "halves"
     assert torch.equal(model(ids, cache=chosen).logits, expected)
     with pytest.raises(ValueError, match='to be "int8" or "halves" or None .*, got \'quarters\''):
-        CrossCache("quarters")
+        model.encode_images(pixels(2, 2), cache_dtype="quarters")

@@ -38,7 +38,7 @@ def attend(layer, hidden, key, value, folded=EVERYTHING, **context):
 def cached(key, value, folded=EVERYTHING, output_attentions=False, positions=None) -> CrossAttentionContext:
     cache = CrossCache()
     cache.fill(ImageLayout.of((key.shape[2],), key.device), [(key, value)])
-    recorder = Recorder(weights=True) if output_attentions else None
+    recorder = Recorder(wants_weights=True) if output_attentions else None
     masks = {"mask": folded.mask, "visible": folded.visible}
     return CrossAttentionContext(cache=cache, positions=positions, recorder=recorder, **masks)
 
