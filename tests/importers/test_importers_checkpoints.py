@@ -72,7 +72,7 @@ def test_wrong_sources_are_refused(tmp_path):
         refused("index.json is damaged: expected")
     moved = {name: f"../{file}" for name, file in index["weight_map"].items()}
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": moved}))
-    refused("index.json names '../model-.*', which is not a file in the folder")
+    refused("index.json names '../model-.*': expected a ..safetensors file in its folder")
     weights.unlink(missing_ok=True)
     fresh()
     (output).mkdir()
