@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -93,10 +94,12 @@ class ModelIdentity:
 
     def current(self, parts: dict[str, nn.Module]) -> str:
         """Returns the SHA-256 of configuration and weights. `parts` are the modules from pixels to keys and values."""
+        tensors = list(_tensors(parts))
+        samples = _samples([tensor for _, tensor, _ in tensors])
         sums = []
-        for name, tensor, offloaded in _tensors(parts):
+        for (name, tensor, offloaded), sample in zip(tensors, samples):
             counts = not tensor.is_inference()  # a tensor of `torch.inference_mode()` does not count its versions
-            key = (tensor.data_ptr(), tensor._version if counts else None, _sample(tensor), offloaded)
+            key = (tensor.data_ptr(), tensor._version if counts else None, sample, offloaded)
             known = self._sums.get(name)
             if known is None or known[0] != key or not counts:
                 known = self._sums[name] = (key, checksum(tensor))
@@ -182,12 +185,23 @@ def _shape_of(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in DROPPED and not name.startswith("_attn")}
 
 
-def _sample(tensor: torch.Tensor) -> list[float]:
-    """Returns a few values of a tensor."""
-    if not tensor.numel() or not tensor.is_contiguous() or tensor.is_meta:
-        return []
-    flat = tensor.view(-1)
-    return flat[:: max(1, flat.shape[0] // SAMPLES)][:SAMPLES].to(torch.float64).tolist()
+def _samples(tensors: list[torch.Tensor]) -> list[tuple[float, ...]]:
+    """Returns a few values of each tensor. They are copied to the host in one piece for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() and tensor.is_contiguous() and not tensor.is_meta:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+    samples: list[tuple[float, ...]] = [()] * len(tensors)
+    for indices in groups.values():
+        parts = [_few(tensors[index].view(-1)) for index in indices]
+        values = iter(torch.cat(parts).to(torch.float64).tolist())
+        for index, part in zip(indices, parts):
+            samples[index] = tuple(islice(values, part.shape[0]))
+    return samples
+
+
+def _few(flat: torch.Tensor) -> torch.Tensor:
+    return flat[:: max(1, flat.shape[0] // SAMPLES)][:SAMPLES]
 
 
 def checksum(tensor: torch.Tensor) -> int:
