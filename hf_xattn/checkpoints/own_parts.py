@@ -76,6 +76,7 @@ def warn_before_training(model: PreTrainedModel) -> None:
         refuse_own_parts(model)
     except ValueError as error:
         logger.warning(f"This model trains, but {error}")
+    warn_of_tower(model)
     if getattr(model, "_hf_peft_config_loaded", False):
         warn_of_weights_left_out(model)
 
@@ -202,4 +203,26 @@ def warn_of_weights_left_out(model: PreTrainedModel) -> None:
             f"{len(left)} weights train outside of the adapter, such as {left[0]}. With an adapter, `save_pretrained` "
             "saves the adapter alone, so what they learn is lost. To keep blocks and connector, name them in its "
             "configuration: `LoraConfig(..., modules_to_save=hf_xattn.added_modules(model))`."
+        )
+
+
+def warn_of_tower(model: PreTrainedModel) -> None:
+    """Warns once of an adapter whose short names, such as `"q_proj"`, also fit layers of the vision tower.
+
+    It is called when training begins, because PEFT calls no method of the model when it adds layers.
+    """
+    configs = vars(model).get("peft_config")
+    body: Any = model.base_model
+    if not isinstance(configs, dict) or body.vision_tower is None:
+        return
+    count, others = (
+        sum("base_layer" in part._modules for part in half.modules()) for half in (body.vision_tower, body.text_model)
+    )
+    targets = [getattr(config, "target_modules", None) or () for config in configs.values()]
+    names = {name for target in targets for name in ([target] if isinstance(target, str) else target)}
+    if count and others and not any("vision_tower" in name for name in names):
+        logger.warning_once(
+            f"The adapter trains {count} layers of the vision tower, too: its `target_modules` "
+            f"({', '.join(sorted(names)[:3])}) are ends of names, which layers of the tower have as well. For the text "
+            "model alone pass `target_modules=hf_xattn.lora_targets(model)`."
         )

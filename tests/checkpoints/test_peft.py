@@ -346,6 +346,34 @@ def test_an_adapter_whose_base_is_quantized_while_it_loads(method, tmp_path):
     logits_of(loaded)
 
 
+@pytest.mark.parametrize("way", ["get_peft_model", "add_adapter"])
+def test_an_adapter_that_trains_the_tower_too_is_told_of(way, base, caplog, monkeypatch):
+    """Short names that mean layers of the vision tower as well, trained without a word; a warning where the tower was
+    asked for.
+    """
+    if way == "add_adapter":
+        pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+
+    def train_with(targets):
+        warning_once.cache_clear()
+        caplog.clear()
+        model = load(base)
+        config = peft.LoraConfig(r=2, target_modules=targets(model) if callable(targets) else targets)
+        tuned_model = peft.get_peft_model(model, config) if way == "get_peft_model" else model
+        if way == "add_adapter":
+            model.add_adapter(config)
+        tuned_model.train()
+        tuned_model.eval().train()
+        return [record.message for record in caplog.records if "vision tower" in record.message]
+
+    (told,) = train_with(["q_proj", "v_proj"])
+    assert "4 layers of the vision tower" in told and "(q_proj, v_proj)" in told and "lora_targets(model)" in told
+    assert train_with(lora_targets) == []
+    assert train_with(lambda model: lora_targets(model, "vision")) == []
+    assert train_with(r".*(text_model|vision_tower).*\.q_proj") == []
+
+
 def test_blocks_that_train_beside_an_adapter_are_told_of(base, tmp_path, caplog, monkeypatch):
     """`add_adapter`, then `requires_grad_` of the blocks: `save_pretrained` leaves the blocks out, without a word."""
     pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
