@@ -17,6 +17,7 @@ from ..data.rows import Conversation, is_trained, keys_of_template, read_row, te
 from ..decoders.loss import IGNORED
 from ..images.image_inputs import NO_IMAGE
 from ..processing_xattn import XAttnProcessor
+from ..utils.tensor_checks import type_name
 from .answer_spans import AnswerSpan, check_processor, find_answers, special_tokens, squeezed
 from .vision_features import VisionFeatures
 
@@ -161,6 +162,10 @@ class XAttnDataCollator:
         Raises:
             TypeError, ValueError: for a row that cannot be trained on. The message names the row.
         """
+        if not isinstance(rows, (list, tuple)):
+            raise TypeError(f"Expected `rows` to be a list of rows, got {type_name(rows)}.")
+        if not rows:
+            raise ValueError("`rows` is an empty list: give one row or more.")
         keys = keys_of_template(self.processor.chat_template)
         conversations = [_named(index, row, read_row, row, keys) for index, row in enumerate(rows)]
         try:
