@@ -17,7 +17,7 @@ from hf_xattn import XAttnDataCollator, freeze, load_rows
 from hf_xattn.data.loading import Shuffled
 from hf_xattn.data.pictures import picture_parts
 from hf_xattn.training import kept_text, run_data
-from hf_xattn.training.bad_rows import BadRowsFile, Place
+from hf_xattn.training.bad_rows import BadRowError, BadRowsFile, Place
 from hf_xattn.training.kept_text import DistillingCollator, DistillingReader
 from hf_xattn.training.run_folder import CHECKPOINTS
 from hf_xattn.training.trainer import RunTrainer, kl_of_answers
@@ -263,7 +263,7 @@ def test_a_picture_that_cannot_be_read(model, tmp_path, monkeypatch):
     start = next(place for place in range(20) if not places[place] and places[place + 1])
     bad = order.index(start + 1)
     (folder / rows[bad]["messages"][0]["content"][0]["path"]).write_bytes(b"no picture")
-    with pytest.raises(ValueError, match=rf"{rows.place_of(bad)[1]}: the image .* cannot be read"):
+    with pytest.raises(BadRowError, match=rf"{rows.place_of(bad)[1]}: the image .* cannot be read"):
         reader_of(processor)([Place(order, start)])
     reader = reader_of(processor, tmp_path)
     batch = reader([Place(order, start)])
@@ -273,7 +273,7 @@ def test_a_picture_that_cannot_be_read(model, tmp_path, monkeypatch):
     assert torch.equal(batch["pixel_values"].flatten(), pixels.flatten())
     assert BadRowsFile(tmp_path, 1.0).count() == 0
     monkeypatch.setattr(kept_text, "SEARCHED", other - start - 1)
-    with pytest.raises(ValueError, match="Expected a row with an image in the .* rows that follow .*line"):
+    with pytest.raises(BadRowError, match="Expected a row with an image in the .* rows that follow .*line"):
         reader_of(processor, tmp_path)([Place(order, start)])
 
 

@@ -157,7 +157,7 @@ def test_a_text_share_of_zero_trains_no_texts(model, desk, tmp_path, capsys, mon
     seen = watch(monkeypatch)
     options = [model, "--data", desk / "data", "--steps", "12", *FAST]
     status, out, error = run_training(capsys, *options, "--text-share", "0", "--output", tmp_path / "out")
-    assert status == 0 and "text" not in out, error
+    assert status == 0 and "text prompts" not in out, error
     assert not (tmp_path / "out" / KEPT_TEXT_FILE).exists()
     assert {name for batch in seen for name in batch} == {str(desk / "data" / "metadata.jsonl")}
     assert not any("text_kl" in entry for entry in history(tmp_path / "out"))
