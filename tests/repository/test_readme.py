@@ -249,7 +249,7 @@ def test_table_of_photographs():
     assert photos_table.table(runs) in GUIDES["photos"]
     shares = {
         kind: f"{ways['own'][0] / ways['own'][1]:.0%}".replace("%", " %")
-        for kind, ways in runs["an hour, token gate"].items()
+        for kind, ways in runs["an hour, number first"].items()
     }
     rows = {
         "what is on this side?": "trained photographs: at side",
