@@ -1,8 +1,9 @@
 """Connects the models with their extras, the features outside of the core.
 
 The core is the code that an image passes on its way through `generate`: the configuration, the subpackages `layers`,
-`decoders`, `images` and `cache`, `call.py`, and the files of the top level that end in `_xattn`. Except for this file,
-the core imports no extra. It has methods that do nothing, and the classes of this file override them with extras:
+`decoders`, `images` and `cache`, `call.py`, and the files of the top level that end in `_xattn`, but for this file and
+`processing_xattn.py`. The core imports no extra. It has methods that do nothing, and the classes of this file override
+them with extras:
 
     method of the core                 what the extra does                              file of the extra
     find_source                        finds images that were encoded before            storage/image_store.py

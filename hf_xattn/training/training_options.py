@@ -84,8 +84,8 @@ class TrainingOptions:
     gradient_accumulation: int = _option(1, "number of forward passes for one optimizer step", least=1)
     learning_rate: float | None = _option(
         None,
-        "highest learning rate (default: 0.003 for a fresh model that is started by words, see --align; 0.001 for any "
-        "other fresh model; 0.0001 for a trained model)",
+        "highest learning rate (default: 0.003 for a fresh model that is started by words, see --align; 0.001 for a "
+        "fresh model that starts at random, without --train-text and --train-vision; 0.0001 otherwise)",
         float,
         above=0,
     )
