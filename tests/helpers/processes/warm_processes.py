@@ -4,9 +4,11 @@ That import takes most of the time of a short run. It is a process of its own: i
 """
 
 import atexit
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import random
 import runpy
 import signal
 import socket
@@ -45,10 +47,7 @@ def run(words, *, timeout=300, **given):
 
 def run_ranks(count, words, *, timeout=300):
     """What `count` processes print, started as `torchrun --nproc-per-node COUNT` starts them; one is alone."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(count):
@@ -60,6 +59,15 @@ def run_ranks(count, words, *, timeout=300):
         made = [_made(process, Path(folder) / str(rank)) for rank, process in enumerate(started)]
     assert not any(each.returncode for each in made), "\n".join(each.stderr[-3000:] for each in made)
     return "".join(each.stdout for each in made)
+
+
+def free_port():
+    """A port below those that the system gives to connections: nothing takes it before the ranks listen."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def spawn(function, *arguments, count=2):
