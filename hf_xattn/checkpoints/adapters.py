@@ -384,13 +384,25 @@ def _take_base_out_of(
 
 
 def _take_scales_out_of(state: dict[str, torch.Tensor], prefix: str, theirs: dict[str, torch.Tensor]) -> None:
-    """Removes the scales of 4-bit weights whose packed values equal those of the base. The scales are not compared,
-    because on a CPU, bitsandbytes rounds the scales of a model that has run.
+    """Removes the scales of 4-bit weights that equal those of the base. They may differ: on a CPU, bitsandbytes rounds
+    the scales of a model that has run.
     """
     for name in [name for name in state if name.startswith(prefix) and ".weight." in name]:
         weight = name[: name.rindex(".weight.") + len(".weight")].removeprefix(prefix)
-        if prefix + weight not in state and is_quantized(theirs.get(weight, torch.empty(0))):
+        if prefix + weight in state or not is_quantized(theirs.get(weight, torch.empty(0))):
+            continue
+        ours, scales = state[name], theirs.get(name.removeprefix(prefix))
+        if scales is None or not (ours.is_floating_point() and scales.is_floating_point()) or _close(ours, scales):
             del state[name]
+
+
+def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether scales of a quantized weight are equal up to rounding to bfloat16, also if they are transposed."""
+    orders = (ours.flatten(), ours.t().flatten()) if ours.dim() == 2 else (ours.flatten(),)
+    expected = theirs.flatten().float().cpu()
+    return ours.numel() == theirs.numel() and any(
+        torch.allclose(order.float().cpu(), expected, rtol=2**-7, atol=0) for order in orders
+    )
 
 
 def _whole(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -251,6 +251,16 @@ def test_quantized_weights_that_are_not_the_bases(method, tmp_path):
     assert torch.equal(logits_of(XAttnForConditionalGeneration.from_pretrained(tmp_path / "whole")), expected)
 
 
+def test_other_scales_of_quantized_weights_are_saved(tmp_path):
+    """Weights whose packed values are those of the base, and whose scales are not: they would load as the base."""
+    model = make("saved_4bit")
+    weight = model.model.text_model.get_submodule("model.layers.0.self_attn.q_proj").weight
+    weight.quant_state.absmax.mul_(2)
+    model.save_pretrained(tmp_path / "added", adapter_only=True)
+    loaded = XAttnForConditionalGeneration.from_pretrained(tmp_path / "added")
+    assert torch.equal(logits_of(loaded), logits_of(model))
+
+
 def test_lora_on_an_adapter_only_folder(tmp_path):
     """Blocks that are deleted by a LoRA beside them, or a LoRA that is dropped because its base is such a folder."""
     pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
